@@ -1,0 +1,1 @@
+"""distaff, the rollout farm: what a trainer imports."""

@@ -1,0 +1,85 @@
+"""The one place that builds Redis clients.
+
+Invariant: redis-py's own retries are off. Every write we do is an idempotent script or a transaction with a guard, and is
+repeated by the code that knows how to read its outcome; a blind resend of a MULTI doubles what is in it.
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import urlsplit
+
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from distaff.errors import ConfigurationError, RedisUnavailable
+
+SCHEMES = ("redis", "rediss", "unix")
+SOCKET_TIMEOUT_S = 30.0
+"""Above every blocking read we send (at most 5 s), so that a dead peer is noticed."""
+CONNECT_TIMEOUT_S = 5.0
+
+
+def redact_url(url: str) -> str:
+    """`url` with the password replaced by ***."""
+    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", url)
+
+
+def connect(url: str, *, client_name: str = "distaff") -> redis.Redis:
+    """A synchronous client; bytes in, bytes out. No connection is made yet. Raises ConfigurationError for a bad URL."""
+    _check(url)
+    return redis.Redis.from_url(
+        url,
+        client_name=client_name,
+        retry=Retry(NoBackoff(), 0),
+        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_connect_timeout=CONNECT_TIMEOUT_S,
+        **_tcp(url, socket_keepalive=True),
+        health_check_interval=15,
+    )
+
+
+def connect_async(url: str, *, client_name: str = "distaff") -> redis.asyncio.Redis:
+    """An asyncio client; otherwise as `connect`."""
+    _check(url)
+    return redis.asyncio.Redis.from_url(
+        url,
+        client_name=client_name,
+        retry=AsyncRetry(NoBackoff(), 0),
+        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_connect_timeout=CONNECT_TIMEOUT_S,
+        **_tcp(url, socket_keepalive=True),
+        health_check_interval=15,
+    )
+
+
+def _tcp(url: str, **options: bool) -> dict[str, bool]:
+    return {} if url.startswith("unix:") else options
+
+
+def _check(url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme not in SCHEMES:
+        raise ConfigurationError(
+            f"redis URL {redact_url(url)!r}: the scheme must be one of redis://, rediss://, unix://; "
+            "for example redis://127.0.0.1:6379/0"
+        )
+
+
+def ping(client: redis.Redis, url: str) -> None:
+    """Raise RedisUnavailable, with the mend, unless the server answers."""
+    try:
+        client.ping()
+    except redis.exceptions.AuthenticationError as error:
+        raise RedisUnavailable(
+            f"Redis at {redact_url(url)} refuses the credentials ({error}). Put the password into the URL: "
+            "redis://:PASSWORD@HOST:6379/0"
+        ) from None
+    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:
+        raise RedisUnavailable(
+            f"Redis at {redact_url(url)} cannot be reached ({type(error).__name__}). Start it, or give its URL with "
+            "--redis-url or DISTAFF_REDIS_URL"
+        ) from None
