@@ -111,3 +111,9 @@ class LeaseLost(DistaffError):
     """Another worker owns the item now; whatever this one still does for it is thrown away."""
 
     boundary = "lease"
+
+
+class FatalRun(DistaffError):
+    """This worker cannot play a run at all: wrong key, missing environment, engine without ids. The item is handed back, the worker ends."""
+
+    boundary = "run"

@@ -1,0 +1,68 @@
+-- Pop and lease up to n items in one step: an item is in the list or leased, never in between.
+-- Leases are on the server's clock. An item that is settled already is not played again; one whose dead letter an operator
+-- put back on the queue stops being a dead letter here.
+-- KEYS  1 queue list  2 wip zset  3 the worker's executions set  4 worker hash  5 finished zset  6 suspended flag
+-- ARGV  1 n  2 job key prefix  3 execution key prefix  4 executions key prefix  5 worker name  6 ISO time  7 lease in ms
+--       8 run key prefix  9.. n execution ids
+-- returns 0 when suspended, else a list of {job id, execution id, data, attempts, lost, first attempt, policy version}
+if redis.call('EXISTS', KEYS[6]) == 1 then return 0 end
+local clock = redis.call('TIME')
+local now = tonumber(clock[1]) + tonumber(clock[2]) / 1e6
+local lease_ms, wanted = tonumber(ARGV[7]), tonumber(ARGV[1])
+local claimed = {}
+
+-- What the run says of an item: 'open' (play it), 'emitted', or 'unknown' (the run was deleted).
+local function standing(run, seq)
+  local prefix = ARGV[8] .. run
+  if redis.call('EXISTS', prefix .. ':state') == 0 then return 'unknown' end
+  if redis.call('GETBIT', prefix .. ':settled', seq) == 0 then return 'open' end
+  local letter = redis.call('HGET', prefix .. ':dead', seq)
+  if not letter then return 'emitted' end
+  redis.call('HDEL', prefix .. ':dead', seq)
+  redis.call('SETBIT', prefix .. ':settled', seq, 0)
+  redis.call('HINCRBY', prefix .. ':state', 'dead', -1)
+  if cjson.decode(letter)['kind'] == 'dropped' then redis.call('HINCRBY', prefix .. ':state', 'dropped', -1) end
+  return 'revived'
+end
+
+while #claimed < wanted do
+  local id = redis.call('LPOP', KEYS[1])
+  if not id then break end
+  local job = ARGV[2] .. id
+  local fields = redis.call('HMGET', job, 'status', 'result_ttl', 'data')
+  if fields[1] == 'queued' and fields[3] then
+    local run, seq = string.match(id, '^(.+)%-(%d+)$')
+    local state = run and standing(run, tonumber(seq)) or 'foreign'
+    if state == 'emitted' then
+      local ttl = tonumber(fields[2] or '600')
+      redis.call('HSET', job, 'status', 'finished')
+      redis.call('EXPIRE', job, ttl)
+      redis.call('ZADD', KEYS[5], clock[1] + ttl, id)
+    elseif state == 'unknown' then
+      redis.call('DEL', job)
+    else
+      if state == 'revived' then redis.call('HDEL', job, 'distaff_attempts', 'distaff_lost', 'distaff_first', 'distaff_settled') end
+      local execution = ARGV[9 + #claimed]
+      local composite = id .. ':' .. execution
+      redis.call('HSETNX', job, 'distaff_first', now)
+      redis.call('HSET', job, 'status', 'started', 'worker_name', ARGV[5], 'started_at', ARGV[6], 'last_heartbeat', ARGV[6],
+                 'distaff_exec', execution)
+      redis.call('PERSIST', job)
+      redis.call('HSET', ARGV[3] .. composite, 'id', execution, 'job_id', id, 'created_at', now, 'last_heartbeat', now,
+                 'worker_name', ARGV[5])
+      redis.call('PEXPIRE', ARGV[3] .. composite, lease_ms)
+      redis.call('ZADD', ARGV[4] .. id, now + lease_ms / 1000 + 60, execution)
+      redis.call('PEXPIRE', ARGV[4] .. id, lease_ms + 60000)
+      redis.call('ZADD', KEYS[2], now + lease_ms / 1000, composite)
+      redis.call('SADD', KEYS[3], composite)
+      local marks = redis.call('HMGET', job, 'distaff_attempts', 'distaff_lost', 'distaff_first')
+      local version = run and redis.call('HGET', ARGV[8] .. run .. ':policy', 'version') or '0'
+      claimed[#claimed + 1] = {id, execution, fields[3], marks[1] or '0', marks[2] or '0', marks[3], version or '0'}
+    end
+  end
+end
+if #claimed > 0 then
+  redis.call('PEXPIRE', KEYS[3], lease_ms + 60000)
+  redis.call('HSET', KEYS[4], 'state', 'busy')
+end
+return claimed

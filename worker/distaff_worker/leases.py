@@ -1,0 +1,41 @@
+"""Values the delivery steps (claim, beat, settle, sweep) exchange. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Settlement = Literal["emitted", "buried", "released", "already", "settled", "lost", "gone"]
+"""What a settling script answered. emitted, buried, released, already: ours. settled, lost, gone: somebody else's by now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """One claimed job: ours until it is settled or the lease runs out."""
+
+    job_id: str
+    execution_id: str
+    payload: bytes
+    """The job's data field, not yet decoded: it may be anybody's."""
+    attempts: int
+    """Attempts that failed before."""
+    lost: int
+    """Times it was lost with its worker before."""
+    first: float
+    """Unix seconds of the first claim."""
+    policy_version: int
+    """Published policy version at the moment of the claim."""
+    claimed: float
+    """time.monotonic() of the claim."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What a group adds to its run's counters."""
+
+    rollouts: int
+    samples: int
+    tokens: int
+    trained_tokens: int
+    reward_sum: float
+    reward_count: int

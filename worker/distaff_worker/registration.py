@@ -1,0 +1,96 @@
+"""The worker as RQ's tools see it: registered, heart-beating, obeying stop and shutdown commands.
+
+Invariant: this is the only use of RQ's worker class. It never dequeues, forks or runs maintenance; those are `claim`, `service`
+and `sweep`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import redis
+import structlog
+from rq import worker_registration
+from rq.command import parse_payload
+from rq.serializers import JSONSerializer
+from rq.utils import now, utcformat
+from rq.worker.base import BaseWorker, WorkerStatus
+
+from distaff_worker.rq_schema import JSONQueue
+
+log = structlog.get_logger(__name__)
+
+
+class Registration(BaseWorker):
+    """One registered worker on one queue.
+
+    on_stop: called on RQ's pubsub thread with (job id, execution id or None) for stop-job and stop-execution commands.
+    on_shutdown: called there for a shutdown command.
+    """
+
+    queue_class = JSONQueue
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        *,
+        pool: str,
+        name: str,
+        ttl_s: int,
+        on_stop: Callable[[str, str | None], None],
+        on_shutdown: Callable[[], None],
+    ) -> None:
+        self._ttl_s = ttl_s
+        self._on_stop, self._on_shutdown = on_stop, on_shutdown
+        super().__init__([pool], name=name, connection=client, serializer=JSONSerializer, worker_ttl=ttl_s)
+
+    @property
+    def connection_timeout(self) -> int:
+        return 30
+
+    def birth(self) -> None:
+        """Register and subscribe. Raises ValueError when a live worker has this name, redis.RedisError."""
+        self.register_birth()
+        self.connection.expire(self.key, self._ttl_s)
+        self.subscribe()
+        self.set_state(WorkerStatus.IDLE)
+
+    def death(self) -> None:
+        self.register_death()
+        self.unsubscribe()
+
+    def announce(self, extra: Mapping[str, Any]) -> None:
+        """Refresh the heartbeat and our own fields; register again when the hash had expired. Raises redis.RedisError."""
+        self.last_heartbeat = now()
+        with self.connection.pipeline(transaction=False) as pipeline:
+            pipeline.hexists(self.key, "birth")
+            pipeline.hset(self.key, mapping={"last_heartbeat": utcformat(self.last_heartbeat), **extra})
+            pipeline.expire(self.key, self._ttl_s)
+            known, *_ = pipeline.execute()
+        if not known:
+            self._register_again()
+
+    def _register_again(self) -> None:
+        with self.connection.pipeline() as pipeline:
+            pipeline.hset(self.key, mapping={**self.serialize(), "state": self.get_state()})
+            worker_registration.register(self, pipeline)
+            pipeline.expire(self.key, self._ttl_s)
+            pipeline.execute()
+
+    def handle_payload(self, message: dict[Any, Any]) -> None:
+        payload = parse_payload(message)
+        match payload.get("command"):
+            case "stop-job":
+                self._on_stop(payload["job_id"], None)
+            case "stop-execution":
+                self._on_stop(payload["job_id"], payload["execution_id"])
+            case "shutdown":
+                self._on_shutdown()
+            case other:
+                log.warning("command.ignored", command=other)
+
+    def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
+        log.warning("commands.interrupted", error=type(exc).__name__)
+        time.sleep(1.0)

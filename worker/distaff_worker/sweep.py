@@ -1,0 +1,47 @@
+"""Recover what dead workers held: expired leases go back to the front of the queue.
+
+Invariant: no lock and no owner: every worker sweeps, the script is atomic, and a lease is swept once.
+"""
+
+from __future__ import annotations
+
+import redis
+import structlog
+from redis.commands.core import Script
+from rq import worker_registration
+from rq.registry import FailedJobRegistry, FinishedJobRegistry
+from rq.utils import now, utcformat
+
+from distaff import scripts
+from distaff.keys import PREFIX
+from distaff_worker.rq_schema import EXECUTIONS_PREFIX, JOB_PREFIX, JSONQueue, PoolKeys
+
+log = structlog.get_logger(__name__)
+LIMIT = 500
+
+
+class Sweeper:
+    """Sweeps one pool. Synchronous; used from one thread."""
+
+    def __init__(self, client: redis.Redis, *, pool: str) -> None:
+        self._client = client
+        self._pool = pool
+        self._keys = PoolKeys.of(pool)
+        self._script: Script = client.register_script(scripts.load("sweep"))
+
+    def sweep(self) -> int:
+        """Put expired leases back; returns how many. Raises redis.RedisError."""
+        back = self._script(
+            keys=[self._keys.wip, self._keys.queue],
+            args=[JOB_PREFIX, f"{PREFIX}:run:", EXECUTIONS_PREFIX, LIMIT, utcformat(now())],
+        )
+        for job_id in back:
+            log.warning("lease.expired", job=job_id.decode())
+        return len(back)
+
+    def tidy(self) -> None:
+        """RQ's own housekeeping that is safe without a lock: expired entries of the finished and failed registries, dead workers."""
+        queue = JSONQueue(self._pool, connection=self._client)
+        FinishedJobRegistry(queue=queue).cleanup()
+        FailedJobRegistry(queue=queue).cleanup()
+        worker_registration.clean_worker_registry(queue)
