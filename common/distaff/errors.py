@@ -94,6 +94,13 @@ class ContextOverflow(EngineError):
     retryable = False
 
 
+class TurnLimit(DistaffError):
+    """The run's bound on model turns is reached. A clean end of the rollout (truncated), not a failure: the environment
+    adapter ends the episode as it does on ContextOverflow, keeps the turns so far and has them scored."""
+
+    boundary = "limits"
+
+
 class TokenizationError(DistaffError):
     """The chat template or the tokenizer cannot represent the conversation."""
 

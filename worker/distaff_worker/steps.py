@@ -1,4 +1,4 @@
-"""One model turn as the capture object of a rollout keeps it.
+"""One model turn as the capture object of a rollout keeps it, and the training sequences made of such turns.
 
 Invariant: a step is written by the ChatModel that sampled it and by nobody else.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distaff.types import FinishReason, Message, Tool
+from distaff.types import BoolArray, FinishReason, FloatArray, IntArray, Message, Tool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,3 +33,15 @@ class ChatStep:
     finish_reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SampleTokens:
+    """One token sequence for a trainer, L tokens long, not yet tied to a group."""
+
+    token_ids: IntArray
+    """int32 (L,)."""
+    loss_mask: BoolArray
+    """bool (L,): True exactly on completion ids of the steps in it."""
+    logprobs: FloatArray | None
+    """float32 (L,), 0.0 where the mask is False; None in SFT."""
