@@ -88,7 +88,7 @@ class Service:
         names = {"pool": options.pool, "worker": options.name}
         self._claimer = Claimer(client, **names, worker_key=self._registration.key, lease_s=options.lease_s)
         self._settler = Settler(
-            client, **names, worker_key=self._registration.key, give_up=lambda: self._killed.is_set()
+            client, **names, worker_key=self._registration.key, give_up=self._killed.is_set
         )
         self._sweeper = Sweeper(client, pool=options.pool)
         self._beater = Beater(
