@@ -1,0 +1,241 @@
+"""The head of an encoded group: everything but the token arrays and the conversations, as nested msgpack.
+
+Invariant: what is written passes the same type check as what is read, so a head that was written can be read. Rollouts
+are columns (one list per field). Unknown keys are ignored; the size is bounded on both sides. Never holds an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgpack
+
+from distaff.errors import GroupTooLarge, WireError
+from distaff.types import (
+    EnvironmentRef,
+    GroupStatistics,
+    Message,
+    PolicySpan,
+    Rollout,
+    RolloutFailure,
+    ScoredGroup,
+    Tool,
+)
+
+MAX_HEAD_BYTES = 1 << 20
+MAX_ROLLOUTS = 4096
+_MAX_KEYS = 1024
+
+Kinds: TypeAlias = frozenset[type]
+_STR, _INT, _FLOAT, _BOOL, _MAP = (frozenset({kind}) for kind in (str, int, float, bool, dict))
+_NONE = frozenset({type(None)})
+
+_GROUP: dict[str, Kinds] = {
+    "run": _STR,
+    "seq": _INT,
+    "group_id": _STR,
+    "key": _STR,
+    "mode": _STR,
+    "model": _STR,
+    "tokenizer": _STR,
+    "vocab_size": _INT,
+    "temperature": _FLOAT,
+    "epoch": _INT,
+    "seed": _INT,
+    "verdict": _STR,
+    "execution": _STR,
+    "worker": _STR,
+    "attempt": _INT,
+    "created": _FLOAT,
+}
+_ENVIRONMENT: dict[str, Kinds] = {"id": _STR, "version": _STR, "api": _STR, "split": _STR, "args_hash": _STR}
+_POLICY: dict[str, Kinds] = {"start": _INT, "end": _INT}
+_STATISTICS: dict[str, Kinds] = {
+    "rollouts": _INT,
+    "scored": _INT,
+    "reward_mean": _FLOAT,
+    "reward_std": _FLOAT,
+    "reward_min": _FLOAT,
+    "reward_max": _FLOAT,
+    "tokens": _INT,
+    "trained_tokens": _INT,
+    "seconds": _FLOAT,
+}
+_ERROR: dict[str, Kinds] = {"kind": _STR, "boundary": _STR, "message": _STR, "retryable": _BOOL}
+_ROLLOUT: dict[str, Kinds] = {
+    "index": _INT,
+    "verdict": _STR,
+    "reward": _FLOAT | _NONE,
+    "metrics": _MAP,
+    "turns": _INT,
+    "finish_reason": _STR,
+    "stop_condition": _STR,
+    "truncated": _BOOL,
+    "error": _MAP | _NONE,
+    "timings": _MAP,
+    "prompt_tokens": _INT,
+    "completion_tokens": _INT,
+    "answer": _STR | _NONE,
+    "seat": _STR,
+}
+_CLOSED = {
+    "mode": frozenset({"rl", "sft", "eval"}),
+    "api": frozenset({"classic", "v1"}),
+    "split": frozenset({"train", "eval"}),
+}
+
+
+def pack_head(group: ScoredGroup, tools: Sequence[int]) -> bytes:
+    """The head of `group`; tools[i] is the place of rollout i's tools in the table that travels beside it.
+
+    Raises WireError for a value of a wrong type, GroupTooLarge beyond MAX_HEAD_BYTES or MAX_ROLLOUTS.
+    """
+    head = {name: getattr(group, name) for name in _GROUP}
+    head["temperature"], head["created"] = float(group.temperature), float(group.created)
+    head["environment"] = _fields(group.environment, _ENVIRONMENT)
+    head["policy"] = _fields(group.policy, _POLICY)
+    head["statistics"] = _fields(group.statistics, _STATISTICS)
+    head["rollouts"] = {**_columns(group.rollouts), "tools": list(tools)}
+    if len(group.rollouts) > MAX_ROLLOUTS:
+        raise GroupTooLarge(
+            f"group {group.group_id} has {len(group.rollouts)} rollouts; at most {MAX_ROLLOUTS} fit in one"
+        )
+    _check_head(head)
+    packed: bytes = msgpack.packb(head, unicode_errors="surrogatepass")
+    if len(packed) > MAX_HEAD_BYTES:
+        raise GroupTooLarge(
+            f"group {group.group_id}: its metrics, answers and error messages take {len(packed)} bytes, "
+            f"the limit is {MAX_HEAD_BYTES}; shorten them, or make the group smaller"
+        )
+    return packed
+
+
+def unpack_head(data: bytes) -> dict[str, Any]:
+    """The checked head as nested dicts. Raises WireError; memory is bounded by MAX_HEAD_BYTES, not by what `data` claims."""
+    if len(data) > MAX_HEAD_BYTES:
+        raise GroupTooLarge(f"the head of a group has {len(data)} bytes, the limit is {MAX_HEAD_BYTES}")
+    head = msgpack.unpackb(
+        data, unicode_errors="surrogatepass", max_array_len=MAX_ROLLOUTS, max_map_len=_MAX_KEYS, max_ext_len=0
+    )
+    if type(head) is not dict:
+        raise WireError("the head of a group is not a map")
+    _check_head(head)
+    return head
+
+
+def environment_of(head: Mapping[str, Any]) -> EnvironmentRef:
+    return EnvironmentRef(**{name: head["environment"][name] for name in _ENVIRONMENT})
+
+
+def policy_of(head: Mapping[str, Any]) -> PolicySpan:
+    return PolicySpan(start=head["policy"]["start"], end=head["policy"]["end"])
+
+
+def statistics_of(head: Mapping[str, Any]) -> GroupStatistics:
+    return GroupStatistics(**{name: head["statistics"][name] for name in _STATISTICS})
+
+
+def rollouts_of(
+    head: Mapping[str, Any], messages: Sequence[list[Message]], tools: Sequence[list[Tool]]
+) -> list[Rollout]:
+    """The rollouts; messages[i] belongs to rollout i, `tools` is the table of distinct tool lists."""
+    columns = head["rollouts"]
+    return [
+        Rollout(
+            index=index,
+            verdict=verdict,
+            reward=reward,
+            metrics=metrics,
+            turns=turns,
+            finish_reason=finish_reason,
+            stop_condition=stop_condition,
+            truncated=truncated,
+            error=None if error is None else RolloutFailure(**{name: error[name] for name in _ERROR}),
+            timings=timings,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            messages=conversation,
+            tools=tools[table] if tools else [],
+            answer=answer,
+            seat=seat,
+        )
+        for (
+            index,
+            verdict,
+            reward,
+            metrics,
+            turns,
+            finish_reason,
+            stop_condition,
+            truncated,
+            error,
+            timings,
+            prompt_tokens,
+            completion_tokens,
+            answer,
+            seat,
+        ), table, conversation in zip(
+            zip(*(columns[name] for name in _ROLLOUT), strict=True), columns["tools"], messages, strict=True
+        )
+    ]
+
+
+def _fields(value: object, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
+    return {
+        name: float(getattr(value, name)) if kind is _FLOAT else getattr(value, name) for name, kind in kinds.items()
+    }
+
+
+def _columns(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
+    columns = {name: [getattr(rollout, name) for rollout in rollouts] for name in _ROLLOUT}
+    columns["reward"] = [None if reward is None else float(reward) for reward in columns["reward"]]
+    columns["metrics"] = [_floats(metrics) for metrics in columns["metrics"]]
+    columns["timings"] = [_floats(timings) for timings in columns["timings"]]
+    columns["error"] = [None if error is None else _fields(error, _ERROR) for error in columns["error"]]
+    return columns
+
+
+def _floats(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items()}
+
+
+def _check_head(head: dict[str, Any]) -> None:
+    _check_fields(head, _GROUP, "group")
+    for name, kinds in (("environment", _ENVIRONMENT), ("policy", _POLICY), ("statistics", _STATISTICS)):
+        _check_fields(head.get(name), kinds, name)
+    for name, allowed in _CLOSED.items():
+        value = head[name] if name == "mode" else head["environment"][name]
+        if value not in allowed:
+            raise WireError(f"{name} of a group is {value!r:.80}, not one of {', '.join(sorted(allowed))}")
+    _check_columns(head.get("rollouts"))
+
+
+def _check_columns(columns: Any) -> None:
+    if type(columns) is not dict:
+        raise WireError("rollouts of a group is not a map of columns")
+    for name, kinds in (*_ROLLOUT.items(), ("tools", _INT)):
+        column = columns.get(name)
+        if type(column) is not list or not kinds.issuperset(map(type, column)):
+            raise WireError(f"rollouts.{name} of a group is not a list of {_names(kinds)}")
+    if any(place < 0 for place in columns["tools"]):
+        raise WireError("rollouts.tools of a group has a negative index")
+    for error in columns["error"]:
+        if error is not None:
+            _check_fields(error, _ERROR, "rollouts.error")
+    for name in ("metrics", "timings"):
+        for values in columns[name]:
+            if not (_STR.issuperset(map(type, values)) and _FLOAT.issuperset(map(type, values.values()))):
+                raise WireError(f"rollouts.{name} of a group is not a map from names to numbers")
+
+
+def _check_fields(value: Any, kinds: Mapping[str, Kinds], where: str) -> None:
+    if type(value) is not dict:
+        raise WireError(f"{where} is missing or not a map")
+    for name, allowed in kinds.items():
+        if type(value.get(name)) not in allowed:
+            raise WireError(f"{name} of {where} is missing or not {_names(allowed)}")
+
+
+def _names(kinds: Kinds) -> str:
+    return " or ".join(sorted("nil" if kind is type(None) else kind.__name__ for kind in kinds))
