@@ -1,0 +1,65 @@
+"""The producer as one call: check Redis, load the environment, admit the run, close the environment.
+
+Invariant: a run that is closed already is recognised before the environment is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from distaff.clients import connect, ping
+from distaff.config import RunConfig
+from distaff.runs import read_config_json, read_state
+from distaff.safety import check_redis
+from distaff_producer.admit import check_same
+from distaff_producer.produce import OUTAGE_BUDGET_S, Producer
+from distaff_producer.report import ProduceReport, Progress
+
+
+def run(
+    config: RunConfig,
+    *,
+    redis_url: str,
+    allow_unprotected: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+    stop: threading.Event | None = None,
+    outage_budget_s: float = OUTAGE_BUDGET_S,
+) -> ProduceReport:
+    """Admit the items of `config.run` and return when the run is closed, or when `stop` is set (it then stays open).
+
+    Runs in the calling thread, which must not be one with a running event loop, and installs no signal handlers. Raises ConfigurationError, EnvironmentLoadError,
+    EnvironmentFailure, RedisUnavailable.
+    """
+    with connect(redis_url, client_name="distaff-producer") as client:
+        ping(client, redis_url)
+        check_redis(client, redis_url, allow_unprotected=allow_unprotected)
+        name = config.run.name
+        stored, state = read_config_json(client, name), read_state(client, name)
+        if stored is not None and state is not None:
+            check_same(config, stored)
+            if state.status == "closed":
+                return _already_closed(name, state.admitted)
+    # Imported late: verifiers takes seconds to import, and a closed run needs none of it.
+    from distaff.environments.load import load
+
+    environment = load(config.environment)
+    try:
+        return Producer(config, redis_url, environment, stop=stop, outage_budget_s=outage_budget_s).run(progress)
+    finally:
+        asyncio.run(environment.close())
+
+
+def _already_closed(run_name: str, admitted: int) -> ProduceReport:
+    return ProduceReport(
+        run=run_name,
+        admitted=0,
+        already_there=admitted,
+        elsewhere=0,
+        replaced=0,
+        total=admitted,
+        was_closed=True,
+        closed=True,
+        seconds=0.0,
+    )
