@@ -7,7 +7,6 @@ scan of that file, nothing else.
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import structlog
 
 from distaff_consumer.errors import ArchiveError
+from distaff_consumer.files import replacing
 from distaff_consumer.ids import GroupIds
 from distaff_consumer.segments import Segment, chunks
 
@@ -68,29 +68,10 @@ def save(directory: Path, entries: dict[str, Entry]) -> None:
     """Store the entries, whole or not at all. A disk that refuses them costs a scan at the next start."""
     content = {name: {"bytes": entry.size_bytes, "ids": entry.ids.to_json()} for name, entry in entries.items()}
     try:
-        write_atomically(directory / NAME, json.dumps(content))
+        with replacing(directory / NAME) as file:
+            file.write(json.dumps(content).encode())
     except OSError as error:
         log.warning("archive.index_unsaved", directory=str(directory), reason=error.strerror)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old content or the new one, also after a crash."""
-    beside = path.with_name(f".{path.name}.tmp")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make names that were created or replaced in `directory` durable."""
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _group_id(line: bytes, path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The JSONL files of an archive: append, make durable, rotate; and read them back.
+"""The JSONL files of an archive: append, make durable, rotate. `distaff_consumer.reading` reads them.
 
 Invariant: when `sync` returns True, every record appended before is on disk in a file that parses; whatever a crash or a
 full disk leaves behind is an unfinished end of the newest file, which the next attempt or the next opening cuts off.
@@ -8,12 +8,11 @@ Never tells of a record as written before fsync, and never leaves a record half 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,35 +23,19 @@ from distaff.errors import ConfigurationError
 from distaff.types import JSON
 from distaff_consumer import index
 from distaff_consumer.errors import ArchiveError
+from distaff_consumer.files import sync_directory
 from distaff_consumer.ids import GroupIds
 from distaff_consumer.lines import encode_line
 from distaff_consumer.lock import DirectoryLock
-from distaff_consumer.segments import Compression, Segment, chunks, segment, segments, zstandard
+from distaff_consumer.reading import read_archive
+from distaff_consumer.segments import Compression, Segment, segment, segments, zstandard
+
+__all__ = ["JsonlWriter", "read_archive"]
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What waiting can mend."""
 
 log = structlog.get_logger(__name__)
-
-
-def read_archive(directory: Path) -> Iterator[dict[str, JSON]]:
-    """The records of an archive in the order they were written; also while it is being written.
-
-    An unfinished end of the newest file is left out. Raises ArchiveError where a file is damaged, ConfigurationError when
-    there is no such directory.
-    """
-    if not directory.is_dir():
-        raise ConfigurationError(f"{directory} is not a directory: give the directory of an archive")
-    files = segments(directory)
-    for source in files:
-        for chunk in chunks(source, newest=source is files[-1]):
-            for line in chunk.lines:
-                try:
-                    yield json.loads(line)
-                except ValueError:
-                    raise ArchiveError(
-                        f"{source.path} is damaged between bytes {chunk.start} and {chunk.end}: a line there is not JSON"
-                    ) from None
 
 
 class JsonlWriter:
@@ -206,7 +189,7 @@ class JsonlWriter:
         if self._file is None:
             file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             try:
-                index.sync_directory(self._directory)
+                sync_directory(self._directory)
             except BaseException:
                 os.close(file)
                 raise
