@@ -1,0 +1,39 @@
+"""Inference engines: one module for each wire format, one HTTP layer below, one place where answers are checked.
+
+Nothing is imported before an engine is opened: `openai` alone takes a second and a half.
+"""
+
+from __future__ import annotations
+
+from distaff.config import EngineSection
+from distaff.errors import ConfigurationError
+from distaff_worker.engines.protocol import ChatEngine, TokenEngine
+
+__all__ = ["open_chat_engine", "open_token_engine"]
+
+
+def open_token_engine(section: EngineSection, *, vocab_size: int | None) -> TokenEngine:
+    """The engine of an RL run. No connection is made yet; `check` it.
+
+    vocab_size: ids outside [0, vocab_size) are errors. Raises ConfigurationError for an engine kind without token ids, or
+    when the variable with the API key is not set.
+    """
+    if section.kind == "openai":
+        raise ConfigurationError(
+            "engine.kind 'openai' cannot be used in RL mode: a chat API returns text, and an RL run needs the sampled token "
+            "ids with their log-probabilities. Use engine.kind 'vllm' or 'llamacpp', or run.mode 'sft'"
+        )
+    from distaff_worker.engines.http import HttpPool
+    from distaff_worker.engines.llamacpp import LlamaCppEngine
+    from distaff_worker.engines.vllm import VllmEngine
+
+    engine = VllmEngine if section.kind == "vllm" else LlamaCppEngine
+    return engine(HttpPool(section), vocab_size=vocab_size)
+
+
+def open_chat_engine(section: EngineSection) -> ChatEngine:
+    """The engine of an SFT or evaluation run; every kind has the chat API. Otherwise as `open_token_engine`."""
+    from distaff_worker.engines.http import HttpPool
+    from distaff_worker.engines.openai import OpenAIEngine
+
+    return OpenAIEngine(HttpPool(section))
