@@ -11,6 +11,7 @@ import asyncio
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from json import dumps
@@ -70,10 +71,21 @@ class ServiceOptions:
 
 
 class Service:
-    """One worker on one pool. `run` returns when it was told to stop and everything is settled or handed back."""
+    """One worker on one pool. `run` returns when it was told to stop and everything is settled or handed back.
 
-    def __init__(self, client: redis.Redis, *, options: ServiceOptions, player: Player, metrics: Metrics) -> None:
-        self._options, self._player, self._metrics = options, player, metrics
+    done: asked (on a thread) when there is nothing to do; True ends the worker.
+    """
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        *,
+        options: ServiceOptions,
+        player: Player,
+        metrics: Metrics,
+        done: Callable[[], bool] | None = None,
+    ) -> None:
+        self._options, self._player, self._metrics, self._done = options, player, metrics, done
         self._running: dict[str, Running] = {}
         self._killed = threading.Event()
         ttl_s = max(60, round(3 * options.lease_s))
@@ -87,9 +99,7 @@ class Service:
         )
         names = {"pool": options.pool, "worker": options.name}
         self._claimer = Claimer(client, **names, worker_key=self._registration.key, lease_s=options.lease_s)
-        self._settler = Settler(
-            client, **names, worker_key=self._registration.key, give_up=self._killed.is_set
-        )
+        self._settler = Settler(client, **names, worker_key=self._registration.key, give_up=self._killed.is_set)
         self._sweeper = Sweeper(client, pool=options.pool)
         self._beater = Beater(
             client,
@@ -160,11 +170,20 @@ class Service:
             leases = await self._loop.run_in_executor(self._claims, self._claim, min(CLAIM_BATCH, -(-free // 4)))
             for lease in leases:
                 self._start(lease)
-            if self._options.burst and not leases:
-                if not self._running:
-                    return
+            if not leases and not self._running and await self._is_over():
+                return
+            if not leases and self._options.burst:
                 self._freed.clear()
                 await self._freed.wait()
+
+    async def _is_over(self) -> bool:
+        if self._options.burst or self._done is None:
+            return self._options.burst
+        try:
+            return await self._loop.run_in_executor(self._claims, self._done)
+        except redis.RedisError as error:
+            log.warning("done.unknown", error=type(error).__name__)
+            return False
 
     def _claim(self, count: int) -> list[Lease]:
         try:
