@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import redis
 from rq.job import Job
@@ -84,7 +84,7 @@ def config(
 
 def queued_seqs(client: redis.Redis, pool: str = "p") -> list[int]:
     """Numbers of the items on the queue, in order; the queue must hold jobs of distaff only."""
-    parsed = [parse_job_id(entry.decode()) for entry in client.lrange(queue_key(pool), 0, -1)]
+    parsed = [parse_job_id(str(entry, "utf-8")) for entry in cast("list[bytes]", client.lrange(queue_key(pool), 0, -1))]
     return [found[1] for found in parsed if found is not None]
 
 
@@ -112,11 +112,11 @@ class Settler:
 
     def acknowledge(self) -> bool:
         """Free the oldest group of the stream; False when there is none."""
-        found = self._client.xrange(self._keys.groups, count=1)
+        found = cast("list[tuple[bytes, dict[bytes, bytes]]]", self._client.xrange(self._keys.groups, count=1))
         return bool(found) and bool(self._client.xdel(self._keys.groups, found[0][0]))
 
     def _settle(self, **counters: int) -> bool:
-        popped = self._client.lpop(self._queue)
+        popped = cast("bytes | None", self._client.lpop(self._queue))
         if popped is None:
             return False
         pipeline = self._client.pipeline(transaction=True)
