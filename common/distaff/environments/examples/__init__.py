@@ -1,0 +1,1 @@
+"""Environments that come with distaff: no network, small, deterministic by their arguments."""
