@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from distaff.config import RolloutSection, SamplingSection
 from distaff.types import JSON
 
-_OURS = frozenset(
-    ("model", "messages", "prompt", "tools", "stream", "stream_options", "n", "seed", "timeout")
-    + ("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "prompt_logprobs")
-    + ("return_token_ids", "extra_body", "extra_headers")
-)
+_BUDGET = ("n", "seed", "max_tokens", "max_completion_tokens", "timeout")
+_CONTENT = ("model", "messages", "prompt", "tools")
+_TRANSPORT = ("stream", "stream_options", "extra_body", "extra_headers")
+_ANSWER = ("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids")
+_OURS = frozenset((*_BUDGET, *_CONTENT, *_TRANSPORT, *_ANSWER))
 """What an environment cannot set: the run or the engine client decides."""
 
 

@@ -14,18 +14,32 @@ import structlog
 
 from distaff.config import TokenizerSection
 from distaff.errors import ConfigurationError, TokenizationError
-from distaff.types import Message
+from distaff.types import JSON, Message, Mode, Tool
 from distaff_worker.rendering.protocol import Renderer
-from distaff_worker.rendering.renderers_backend import PackageRenderer, formats, known_format
+from distaff_worker.rendering.renderers_backend import PackageRenderer, formats, known_formats
 from distaff_worker.rendering.template_backend import TemplateRenderer
 
 log = structlog.get_logger(__name__)
 
-_PARITY: list[Message] = [
+_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+_CHAT: list[Message] = [
     {"role": "system", "content": "You are terse."},
     {"role": "user", "content": "2 + 2?"},
     {"role": "assistant", "content": "4"},
     {"role": "user", "content": "And 3 + 3?"},
+]
+_CALL: JSON = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
+_TOOL_CHAT: list[Message] = [
+    *_CHAT,
+    {"role": "assistant", "content": "", "reasoning_content": "Easy.", "tool_calls": [_CALL]},
+    {"role": "tool", "tool_call_id": "call00000", "name": "add", "content": "6"},
 ]
 _MEND = (
     "give tokenizer.name: a folder with tokenizer.json and tokenizer_config.json, or a hub id "
@@ -33,10 +47,11 @@ _MEND = (
 )
 
 
-def open_renderer(section: TokenizerSection, fallback_name: str) -> Renderer:
+def open_renderer(section: TokenizerSection, fallback_name: str, *, mode: Mode = "rl") -> Renderer:
     """The renderer of a run. Reads files; call it off the event loop, and use the result from one thread at a time.
 
-    fallback_name: the model's name on the engine, taken where the section names no tokenizer. Raises ConfigurationError.
+    fallback_name: the model's name on the engine, taken where the section names no tokenizer. Outside RL "auto" is the template: nothing has to be
+    bridged there. Raises ConfigurationError.
     """
     name = section.name or fallback_name
     if not name:
@@ -49,7 +64,8 @@ def open_renderer(section: TokenizerSection, fallback_name: str) -> Renderer:
         "vocab_size": _vocab_size(tokenizer, name),
         "stop_ids": _generation_ends(name),
     }
-    renderer = _choose(section, tokenizer, known_format(name, fallback_name), common)
+    known = known_formats(name, fallback_name) if mode == "rl" or not tokenizer.chat_template else []
+    renderer = _choose(section, tokenizer, known, common)
     log.info("renderer.opened", tokenizer=name, kind=renderer.kind, vocab_size=renderer.vocab_size)
     return renderer
 
@@ -74,18 +90,17 @@ def load_tokenizer(name: str) -> Any:
     )
 
 
-def _choose(section: TokenizerSection, tokenizer: Any, known: str | None, common: dict[str, Any]) -> Renderer:
+def _choose(section: TokenizerSection, tokenizer: Any, known: list[str], common: dict[str, Any]) -> Renderer:
     if section.renderer not in ("auto", "template"):
         if section.renderer not in formats():
             raise ConfigurationError(
                 f"tokenizer.renderer {section.renderer!r} is unknown: auto, template, or one of {', '.join(formats())}"
             )
         return PackageRenderer(tokenizer, format_name=section.renderer, **common)
-    if section.renderer == "auto" and known and not section.chat_template:
-        package = PackageRenderer(tokenizer, format_name=known, **common)
-        if not tokenizer.chat_template or _same_format(package, TemplateRenderer(tokenizer, **common)):
+    if section.renderer == "auto" and not section.chat_template:
+        package = _matching(tokenizer, known, common)
+        if package is not None:
             return package
-        log.warning("renderer.refused", tokenizer=common["name"], kind=package.kind, reason="the template differs")
     if not tokenizer.chat_template:
         raise ConfigurationError(
             f"the tokenizer {common['name']} has no chat template: give tokenizer.chat_template (@FILE), or "
@@ -94,10 +109,24 @@ def _choose(section: TokenizerSection, tokenizer: Any, known: str | None, common
     return TemplateRenderer(tokenizer, **common)
 
 
+def _matching(tokenizer: Any, known: list[str], common: dict[str, Any]) -> Renderer | None:
+    """The first of the known formats that gives the tokens of the tokenizer's own template: a fine-tune can carry its base's name and not its template."""
+    for format_name in known:
+        try:
+            package = PackageRenderer(tokenizer, format_name=format_name, **common)
+        except ConfigurationError:
+            continue
+        if not tokenizer.chat_template or _same_format(package, TemplateRenderer(tokenizer, **common)):
+            return package
+        log.warning("renderer.refused", tokenizer=common["name"], kind=package.kind, reason="the template differs")
+    return None
+
+
 def _same_format(package: Renderer, template: Renderer) -> bool:
-    """A fine-tune can carry its base's name and a template of its own."""
     try:
-        return package.render(_PARITY, []) == template.render(_PARITY, [])
+        return package.render(_CHAT, []) == template.render(_CHAT, []) and (
+            package.render(_TOOL_CHAT, [_TOOL]) == template.render(_TOOL_CHAT, [_TOOL])
+        )
     except TokenizationError:
         return False
 

@@ -118,14 +118,12 @@ class PackageRenderer:
         return self.decode(ids).rpartition("</think>")[2].lstrip("\n")
 
 
-def known_format(*names: str) -> str | None:
-    """The package's format for the first of `names` it lists: a hub id, or a folder called like one."""
-    short = {full.rpartition("/")[2]: style for full, style in MODEL_RENDERER_MAP.items()}
-    for name in names:
-        style = MODEL_RENDERER_MAP.get(name) or short.get(name.rstrip("/").rpartition("/")[2])
-        if style is not None:
-            return str(style)
-    return None
+def known_formats(*names: str) -> list[str]:
+    """The package's formats for `names`: hub ids it lists, then hub ids whose last part is the last part of a name (a folder)."""
+    exact = [MODEL_RENDERER_MAP[name] for name in names if name in MODEL_RENDERER_MAP]
+    endings = {name.rstrip("/").rpartition("/")[2] for name in names} - {""}
+    alike = [style for full, style in MODEL_RENDERER_MAP.items() if full.rpartition("/")[2] in endings]
+    return list(dict.fromkeys(str(style) for style in (*exact, *alike)))
 
 
 def formats() -> list[str]:
