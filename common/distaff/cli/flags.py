@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from distaff.cli.declared import Key, declared_keys, nearest
 from distaff.cli.loading import Tree, decode
@@ -45,9 +45,9 @@ def add_flags(parser: argparse.ArgumentParser, *, shown: Sequence[str], shortcut
 
 
 def _metavar(key: Key) -> str:
-    return {"bool": "true|false", "list": "A,B", "dict": "KEY=VALUE"}.get(key.kind) or (
-        key.allowed.replace(" or ", "|").replace(", ", "|") if " " not in key.allowed.replace(" or ", "") else "X"
-    )
+    if get_origin(key.annotation) is Literal:
+        return "|".join(str(value) for value in get_args(key.annotation))
+    return {"bool": "true|false", "list": "A,B", "dict": "KEY=VALUE"}.get(key.kind, "X")
 
 
 def _help(key: Key) -> str:

@@ -1,0 +1,210 @@
+"""`distaff run` and `distaff evaluate`: producer, workers and consumer as one process tree.
+
+Invariant: children get their settings from a private file and the Redis URL from their environment, so no secret is in a
+command line. The tree ends when the consumer has reached the end of the run, when a child fails, or when it is told to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import redis
+
+from distaff.cli.declared import PREFIX, key_of, sections
+from distaff.cli.embedded import start_redis
+from distaff.cli.screen import Screen, Standing, say
+from distaff.cli.signals import INTERRUPTED, StopSignal
+from distaff.cli.tree import Child, Tree
+from distaff.clients import connect, ping
+from distaff.runs import RunState, read_state
+from distaff.settings import Settings
+
+POLL_S = 0.1
+EMBEDDED_DRAIN_S = 3.0
+"""Handing items back to a Redis that ends too is of no use to anybody, so workers get little time after Ctrl-C."""
+GRACE_S = 5.0
+"""Above the workers' drain time, to write and close."""
+MAX_RESTARTS = 10
+"""Of workers that were killed (out of memory, a crash in native code), in one run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a tree ended."""
+
+    code: int
+    state: RunState | None
+    seconds: float
+
+
+def run(settings: Settings) -> int:
+    """Produce, play and archive a run."""
+    ended = supervise(settings, consumer=["archive", "--quiet"])
+    if ended.code == 0 and ended.state is not None:
+        say(run_summary(settings, ended))
+    return ended.code
+
+
+def evaluate(settings: Settings) -> int:
+    """Produce and play the eval split, and write the report."""
+    return supervise(settings, consumer=["evaluate", "--attach"]).code
+
+
+def supervise(settings: Settings, *, consumer: Sequence[str]) -> Ended:
+    """Run the tree until its end. Raises ConfigurationError, RedisUnavailable before anything was started."""
+    began = time.monotonic()
+    with (
+        Screen(settings.log) as screen,
+        StopSignal(raise_on_second=False) as stop,
+        Tree(lambda name, line: screen.line(f"{name} | {line}")) as tree,
+    ):
+        farm = Farm(settings, tree, stop)
+        with connect(farm.url, client_name="distaff-run") as client:
+            ping(client, farm.url)
+            farm.start()
+            code = farm.watch(client, consumer, lambda state: screen.show(_standing(settings, state, began)))
+            farm.end()
+            state = _read(client, settings.run.name)
+    return Ended(code=code, state=state, seconds=time.monotonic() - began)
+
+
+class Farm:
+    """The processes of one run."""
+
+    def __init__(self, settings: Settings, tree: Tree, stop: StopSignal) -> None:
+        self._tree, self._stop = tree, stop
+        self._settings = settings
+        self._server: Child | None = None
+        self.url = settings.redis_url
+        drain_s = settings.worker.drain_s
+        if not self.url:
+            self._server, self.url = start_redis(tree)
+            drain_s = min(drain_s, EMBEDDED_DRAIN_S)
+        self.grace_s = drain_s + GRACE_S
+        self._file = tree.folder / "settings.json"
+        write_settings(self._file, settings, drain_s=drain_s)
+        self._env = child_environment(self.url)
+        self._workers: list[Child] = []
+        self._restarts = 0
+        self._named = 0
+
+    def start(self) -> None:
+        """The producer and the workers; the consumer follows when there is a run to read."""
+        self._producer = self._role("producer", ["produce", "--quiet"])
+        for _ in range(self._settings.worker.processes):
+            self._start_worker()
+
+    def watch(self, client: redis.Redis, consumer: Sequence[str], show: Callable[[RunState], None]) -> int:
+        """Return the exit code of the whole when the run has ended."""
+        reader: Child | None = None
+        while not self._stop.event.is_set():
+            failed = self._failure(reader)
+            if failed is not None:
+                return failed
+            state = _read(client, self._settings.run.name)
+            if state is not None:
+                show(state)
+                if reader is None:
+                    reader = self._role(consumer[0] + "r", consumer, own_output="--quiet" not in consumer)
+            if reader is not None and reader.code == 0:
+                return 0
+            time.sleep(POLL_S)
+        return INTERRUPTED
+
+    def end(self) -> None:
+        """Stop everything but Redis, orderly; a second Ctrl-C hurries."""
+        patience = self._stop.count
+        others = [child for child in self._tree.children if child is not self._server]
+        self._tree.stop(others, grace_s=self.grace_s, hurry=lambda: self._stop.count > max(patience, 1))
+
+    def _role(self, name: str, arguments: Sequence[str], *, own_output: bool = False) -> Child:
+        command = [sys.executable, "-m", "distaff", *arguments, str(self._file)]
+        return self._tree.start(name, command, env=self._env, own_output=own_output)
+
+    def _start_worker(self) -> None:
+        self._named += 1
+        self._workers.append(self._role(f"worker-{self._named}", ["work"]))
+
+    def _failure(self, reader: Child | None) -> int | None:
+        """The exit code that ends the run, if a child says so; replaces workers that may be replaced."""
+        for child in list(self._tree.children):
+            code = child.code
+            if code is None or (code == 0 and child is not self._server and child not in self._workers):
+                continue
+            if child in self._workers and self._replace(child, code):
+                continue
+            child.drained()
+            return code if code > 0 else 1
+        return None
+
+    def _replace(self, worker: Child, code: int) -> bool:
+        if code > 0 or (code < 0 and self._restarts >= MAX_RESTARTS):
+            return False
+        self._workers.remove(worker)
+        self._tree.stop([worker], grace_s=0)
+        if code < 0:
+            self._restarts += 1
+            self._tree.report(
+                worker.name, f"killed by signal {-code}; starting another ({self._restarts} of {MAX_RESTARTS})"
+            )
+        if code < 0 or self._settings.worker.max_groups:
+            self._start_worker()
+        return True
+
+
+def write_settings(path: Path, settings: Settings, *, drain_s: float) -> None:
+    """The settings as children read them; readable by this user only, without the Redis URL."""
+    data = settings.model_dump(mode="json")
+    del data["redis_url"]
+    data["worker"]["drain_s"] = drain_s
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        json.dump(data, file)
+
+
+def child_environment(redis_url: str) -> dict[str, str]:
+    """Our environment without settings (they are in the file), with the Redis URL."""
+    kept = {name: value for name, value in os.environ.items() if not _is_setting(name)}
+    return {**kept, f"{PREFIX}REDIS_URL": redis_url, "PYTHONUNBUFFERED": "1"}
+
+
+def _is_setting(name: str) -> bool:
+    if not name.upper().startswith(PREFIX):
+        return False
+    path = name[len(PREFIX) :].lower().replace("__", ".")
+    return key_of(path) is not None or path in sections() or path == "config"
+
+
+def _read(client: redis.Redis, run: str) -> RunState | None:
+    try:
+        return read_state(client, run)
+    except (redis.exceptions.RedisError, OSError):
+        return None  # an outage is the children's to wait for
+
+
+def _standing(settings: Settings, state: RunState, began: float) -> Standing:
+    total = state.target if state.status == "open" else state.admitted
+    parts = [f"{state.dead} dead"] if state.dead else []
+    if state.reward_count:
+        parts.append(f"reward {state.reward_sum / state.reward_count:.3f}")
+    if state.tokens:
+        parts.append(f"{state.tokens / max(time.monotonic() - began, 0.001):,.0f} tokens/s")
+    return Standing(f"run {settings.run.name}", state.settled, total, ", ".join(parts))
+
+
+def run_summary(settings: Settings, ended: Ended) -> str:
+    """What `distaff run` says at the end."""
+    state = ended.state
+    if state is None:
+        return ""
+    mean = f"{state.reward_sum / state.reward_count:.3f}" if state.reward_count else "none"
+    return (
+        f"run {settings.run.name}: {state.emitted} groups, {state.rollouts} rollouts, {state.samples} samples, "
+        f"{state.tokens} tokens ({state.trained_tokens} trained), mean reward {mean}, {state.dead} dead letters, "
+        f"{ended.seconds:.1f} s\narchive: {settings.archive.folder(settings.run.name)}"
+    )
