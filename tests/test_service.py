@@ -242,7 +242,7 @@ async def test_a_stop_past_the_grace_hands_items_back_at_the_front(redis_url: st
     player = ScriptedPlayer(play)
     async with working(make_service(redis_url, player, drain_s=0.2)):
         await until(lambda: len(player.played) == 2)
-    assert {name.decode() for name in client.lrange(PoolKeys.of(POOL).queue, 0, -1)} == set(names)
+    assert set(client.lrange(PoolKeys.of(POOL).queue, 0, -1)) == {name.encode() for name in names}
     assert client.zcard(PoolKeys.of(POOL).wip) == 0
     assert client.hget(RunKeys(RUN).state, "handed_back") == b"2"
 

@@ -64,3 +64,8 @@ class Metrics:
         """99th percentile of the loop's delay over about the last minute, seconds."""
         ordered = sorted(self._recent)
         return ordered[int(0.99 * (len(ordered) - 1))] if ordered else 0.0
+
+    def count_turns(self, *, turns: int, bridged: int) -> None:
+        """bridged: turns whose prompt extended the exact tokens before. The first turn of a rollout has nothing to extend."""
+        self.turns.labels("bridged").inc(bridged)
+        self.turns.labels("rendered").inc(max(0, turns - bridged))

@@ -1,0 +1,104 @@
+"""`distaff work`: one worker process, from its settings to its exit code.
+
+Invariant: nothing is loaded that the run does not need, and nothing is claimed before Redis was checked. Whatever ends the worker,
+what it had claimed is settled or handed back first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import socket
+import time
+
+import redis
+import structlog
+from distaff.policy import read_policy_version
+
+from distaff.clients import connect, ping
+from distaff.errors import RedisUnavailable
+from distaff.runs import list_runs, read_config_json, read_state
+from distaff.safety import check_redis
+from distaff.settings import DEFAULT_REDIS_URL, Settings
+from distaff_worker.health import HealthServer
+from distaff_worker.job import GroupPlayer
+from distaff_worker.metrics import Metrics
+from distaff_worker.service import Service, ServiceOptions
+from distaff_worker.warm import WarmRuns
+
+log = structlog.get_logger(__name__)
+UNHEALTHY_LOOP_S = 300.0
+"""A loop that has not turned for so long will not again; the health check asks for a restart."""
+
+
+def run(settings: Settings) -> int:
+    """Work until told to stop; returns 0. Raises ConfigurationError, RedisUnavailable before anything was claimed, FatalRun after."""
+    url = settings.redis_url or DEFAULT_REDIS_URL
+    with connect(url, client_name="distaff-worker") as client:
+        ping(client, url)
+        check_redis(client, url, allow_unprotected=settings.allow_unprotected)
+        _import_environments()
+        try:
+            asyncio.run(_work(client, settings))
+        except redis.RedisError as error:
+            raise RedisUnavailable(f"Redis failed while the worker started or ended: {type(error).__name__}") from error
+    return 0
+
+
+async def _work(client: redis.Redis, settings: Settings) -> None:
+    worker, metrics = settings.worker, Metrics()
+    name = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(3)}"
+    player = GroupPlayer(
+        lambda tokenizing: WarmRuns(lambda of_run: read_config_json(client, of_run), tokenizing=tokenizing),
+        worker=name,
+        metrics=metrics,
+        read_policy=lambda of_run: read_policy_version(client, of_run),
+    )
+    options = ServiceOptions(
+        pool=settings.run.pool,
+        name=name,
+        slots=worker.slots,
+        lease_s=worker.lease_s,
+        beat_s=worker.beat_s,
+        drain_s=worker.drain_s,
+        burst=worker.burst,
+        max_groups=worker.max_groups,
+    )
+    service = Service(
+        client,
+        options=options,
+        player=player,
+        metrics=metrics,
+        done=(lambda: _all_ended(client, settings.run.pool)) if worker.exit_when_done else None,
+    )
+    health = HealthServer(
+        registry=metrics.registry, healthy=lambda: service.tick_age_s < UNHEALTHY_LOOP_S, ready=lambda: service.ready
+    )
+    if worker.health_port:
+        health.start(worker.health_host, worker.health_port)
+    try:
+        await service.run()
+    finally:
+        health.stop()
+
+
+def _all_ended(client: redis.Redis, pool: str) -> bool:
+    """There are runs of this pool, and each is closed with everything settled."""
+    states = [read_state(client, name) for name in list_runs(client) if _pool_of(client, name) == pool]
+    return bool(states) and all(state is not None and state.ended for state in states)
+
+
+def _pool_of(client: redis.Redis, name: str) -> str:
+    text = read_config_json(client, name)
+    return str(json.loads(text)["run"]["pool"]) if text else ""
+
+
+def _import_environments() -> None:
+    """verifiers takes seconds to import; done here, it does not hold up the loop at the first item."""
+    started = time.monotonic()
+    import verifiers
+
+    _ = verifiers.Environment
+    log.debug("verifiers.imported", seconds=round(time.monotonic() - started, 2))

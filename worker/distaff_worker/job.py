@@ -1,0 +1,233 @@
+"""One item from lease to outcome: roll out, score, tokenize, assemble, encode. The one file that wires the stages.
+
+Invariant: what belongs to rollout i (its models, steps, score, samples) is held by rollout i's own objects from beginning to end;
+nothing is matched by position across stages that ran concurrently, or by text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import cast
+
+import redis
+import structlog
+
+from distaff.errors import (
+    DeadlineExceeded,
+    DistaffError,
+    EngineError,
+    EngineRefused,
+    FatalRun,
+    GroupTooLarge,
+    WireError,
+)
+from distaff.types import PolicySpan, RolloutFailure, RolloutItem, ScoredGroup
+from distaff.wire import SCHEMA, encode_group
+from distaff_worker.advantages import group_advantages
+from distaff_worker.assemble import GroupContext, PlayedRollout, assemble_group
+from distaff_worker.attempt import Attempt, model_samples, played_rollouts
+from distaff_worker.chat_models import TokenChatModel
+from distaff_worker.leases import Counts, Lease
+from distaff_worker.letters import Letters, too_few
+from distaff_worker.metrics import Metrics
+from distaff_worker.outcome import Emit, Outcome
+from distaff_worker.rollouts import GroupRoller
+from distaff_worker.score import Scorer
+from distaff_worker.warm import WarmRun, WarmRuns
+
+log = structlog.get_logger(__name__)
+
+
+class GroupPlayer:
+    """Plays items; the worker's Player. read_policy: run -> the published policy version (called on a thread)."""
+
+    def __init__(
+        self,
+        runs: Callable[[ThreadPoolExecutor], WarmRuns],
+        *,
+        worker: str,
+        metrics: Metrics,
+        read_policy: Callable[[str], int],
+    ) -> None:
+        self._worker, self._metrics, self._read_policy = worker, metrics, read_policy
+        self._tokenizing = ThreadPoolExecutor(1, "distaff-tokenize")
+        self._packing = ThreadPoolExecutor(2, "distaff-pack")
+        self._runs = runs(self._tokenizing)
+        self._roller = GroupRoller(tokenizing=self._tokenizing, metrics=metrics)
+        self._scorer = Scorer()
+        self._letters = Letters(worker)
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None:
+        await self._runs.close()
+        self._scorer.close()
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        self._packing.shutdown(wait=False, cancel_futures=True)
+
+    async def play(self, lease: Lease, item: RolloutItem) -> Outcome:
+        """See `outcome.Player`."""
+        run = await self._runs.get(item.run)
+        limits = run.config.rollouts
+        if lease.lost > limits.max_lost:
+            message = f"lost with its worker {lease.lost} times"
+            return self._letters.bury(lease, item, kind="lost", boundary="worker", message=message)
+        try:
+            async with asyncio.timeout(limits.group_timeout_s):
+                attempts = await self._roller.play(run, lease, item)
+                await self._score(run, attempts)
+                await self._tokenize(run, attempts)
+        except TimeoutError:
+            message = f"the group took longer than {limits.group_timeout_s:g} s"
+            failure = RolloutFailure(kind="timeout", boundary="deadline", message=message)
+            return self._letters.failed(limits, lease, item, failure)
+        return await self._conclude(run, lease, item, attempts)
+
+    # -- score -------------------------------------------------------------------------------------------------------
+
+    async def _score(self, run: WarmRun, attempts: Sequence[Attempt]) -> None:
+        playable = [attempt for attempt in attempts if attempt.broken is None]
+        if not playable:
+            return
+        started = time.monotonic()
+        try:
+            scores = await self._scorer.score(
+                run.environment,
+                [attempt.episode for attempt in playable],
+                timeout_s=run.config.rollouts.score_timeout_s,
+            )
+        except DeadlineExceeded as error:
+            for attempt in playable:
+                attempt.failure = RolloutFailure(kind="timeout", boundary="reward", message=str(error))
+            return
+        for attempt, scored in zip(playable, scores, strict=True):
+            attempt.scores = scored
+            attempt.score_s = time.monotonic() - started
+
+    # -- tokenize ----------------------------------------------------------------------------------------------------
+
+    async def _tokenize(self, run: WarmRun, attempts: Sequence[Attempt]) -> None:
+        if run.renderer is None:
+            return
+        loop = asyncio.get_running_loop()
+        for attempt in attempts:
+            if attempt.broken is None:
+                await loop.run_in_executor(self._tokenizing, self._tokenize_one, run, attempt)
+
+    @staticmethod
+    def _tokenize_one(run: WarmRun, attempt: Attempt) -> None:
+        started = time.monotonic()
+        try:
+            for play in attempt.episode.plays:
+                attempt.samples[play.seat] = model_samples(attempt.models[play.seat], run.renderer)
+        except DistaffError as error:
+            attempt.failure = RolloutFailure(
+                kind="tokenization_error", boundary="tokenization", message=str(error), retryable=False
+            )
+        attempt.tokenize_s = time.monotonic() - started
+
+    # -- conclude ----------------------------------------------------------------------------------------------------
+
+    async def _conclude(self, run: WarmRun, lease: Lease, item: RolloutItem, attempts: Sequence[Attempt]) -> Outcome:
+        played = [part for attempt in attempts for part in played_rollouts(attempt)]
+        usable = sum(all(part.failure is None for part in played_rollouts(attempt)) for attempt in attempts)
+        required = run.config.rollouts.required(run.config.run.mode)
+        if usable < required:
+            failures = [part.failure for part in played if part.failure]
+            await self._check_engine(run, failures)
+            failure = too_few(failures, usable=usable, size=len(attempts), required=required)
+            return self._letters.failed(run.config.rollouts, lease, item, failure)
+        policy = PolicySpan(start=lease.policy_version, end=await self._policy_now(item.run))
+        group = self._assemble(run, lease, item, played, policy)
+        self._count(attempts, group)
+        if group.verdict == "zero_variance" and run.config.rollouts.zero_variance == "drop":
+            message = "every rollout has the same reward"
+            return self._letters.bury(lease, item, kind="dropped", boundary="filter", message=message)
+        return await asyncio.get_running_loop().run_in_executor(self._packing, self._encode, run, lease, item, group)
+
+    async def _policy_now(self, run: str) -> int:
+        """The published version; waits for a Redis that is away, as long as the lease lasts."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                return await loop.run_in_executor(self._packing, self._read_policy, run)
+            except redis.RedisError as error:
+                log.warning("policy.unknown", error=type(error).__name__)
+                await asyncio.sleep(1.0)
+
+    async def _check_engine(self, run: WarmRun, failures: Sequence[RolloutFailure]) -> None:
+        """When the engine refused everything, ask it whether it refuses us: a revoked key must not use up the items."""
+        if failures and all(failure.kind == "engine_error" and not failure.retryable for failure in failures):
+            try:
+                await run.engine.check()
+            except EngineRefused as error:
+                raise FatalRun(f"run {run.config.run.name!r}: {error}") from error
+            except EngineError as error:
+                log.warning("engine.check_failed", reason=str(error))
+
+    def _assemble(
+        self, run: WarmRun, lease: Lease, item: RolloutItem, played: Sequence[PlayedRollout], policy: PolicySpan
+    ) -> ScoredGroup:
+        config = run.config
+        context = GroupContext(
+            item=item,
+            config=config,
+            schema=SCHEMA,
+            environment=replace(run.reference, split=item.split),
+            model=run.info.model,
+            tokenizer=run.renderer.name if run.renderer else "",
+            vocab_size=run.renderer.vocab_size if run.renderer else 0,
+            policy=policy,
+            execution=lease.execution_id,
+            worker=self._worker,
+            attempt=lease.attempts + lease.lost + 1,
+            seconds=time.monotonic() - lease.claimed,
+            created=time.time(),
+        )
+        advantages = group_advantages(
+            [part.reward for part in played],
+            seats=[part.play.seat for part in played],
+            divide_by_std=config.advantage.divide_by_std,
+            epsilon=config.advantage.epsilon,
+        )
+        return assemble_group(context, played, advantages=[float(value) for value in advantages])
+
+    def _encode(self, run: WarmRun, lease: Lease, item: RolloutItem, group: ScoredGroup) -> Outcome:
+        wire = run.config.wire
+        try:
+            fields = encode_group(group, compression=wire.compression, max_bytes=wire.max_group_bytes)
+        except GroupTooLarge as error:
+            return self._letters.bury(lease, item, kind="too_large", boundary="wire", message=str(error))
+        except WireError as error:
+            return self._letters.bury(lease, item, kind="tokenization_error", boundary="wire", message=str(error))
+        rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
+        counts = Counts(
+            rollouts=len(group.rollouts),
+            samples=len(group.samples),
+            tokens=group.statistics.tokens,
+            trained_tokens=group.statistics.trained_tokens,
+            reward_sum=float(sum(rewards)),
+            reward_count=len(rewards),
+        )
+        size_bytes = len(cast(bytes, fields["group"]))
+        return Emit(fields=fields, counts=counts, size_bytes=size_bytes, reward_mean=group.statistics.reward_mean)
+
+    def _count(self, attempts: Sequence[Attempt], group: ScoredGroup) -> None:
+        for rollout in group.rollouts:
+            for stage, seconds in rollout.timings.items():
+                self._metrics.stage.labels(stage).inc(seconds)
+        for attempt in attempts:
+            for model in attempt.models.values():
+                bridged = model.bridged_turns if isinstance(model, TokenChatModel) else 0
+                self._metrics.count_turns(turns=len(model.steps), bridged=bridged)
+
+
+def play(item: dict[str, object]) -> None:
+    """The name that jobs carry. Only `distaff work` plays them; a stock `rq worker` that gets one fails it with this."""
+    raise RuntimeError(
+        f"item {item.get('seq')} of run {item.get('run')!r} must be played by `distaff work`, not `rq worker`"
+    )
