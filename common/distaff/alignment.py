@@ -99,13 +99,13 @@ def _check_samples(group: ScoredGroup) -> None:
         _fail(f"offsets run from {offsets[0]} to {offsets[-1]}, not from 0 to {len(samples.token_ids)}")
     if offsets != sorted(offsets):
         _fail("offsets go backwards")
-    if not len(samples):
-        return
-    if not 0 <= samples.rollouts.min() <= samples.rollouts.max() < len(group.rollouts):
+    # These vectors are short: lists are faster than numpy's fixed cost.
+    rollouts = samples.rollouts.tolist()
+    if rollouts and not 0 <= min(rollouts) <= max(rollouts) < len(group.rollouts):
         _fail(f"a sample belongs to a rollout outside 0..{len(group.rollouts) - 1}")
-    if samples.branches.min() < 0:
+    if min(samples.branches.tolist(), default=0) < 0:
         _fail("a branch index is negative")
-    if not np.isfinite(samples.advantages).all():
+    if not all(map(isfinite, samples.advantages.tolist())):
         _fail("an advantage is not finite")
 
 

@@ -163,7 +163,8 @@ def _task(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(content: Mapping[str, Any], count: int) -> list[list[Message]]:
-    return _lists_of_objects("messages", _load(content, "messages", default=[[] for _ in range(count)]))
+    conversations = _lists_of_objects("messages", _load(content, "messages", default=[]))
+    return conversations or [[] for _ in range(count)]
 
 
 def _tools(content: Mapping[str, Any]) -> list[list[Tool]]:

@@ -1,12 +1,14 @@
 """The head of an encoded group: everything but the token arrays and the conversations, as nested msgpack.
 
 Invariant: what is written passes the same type check as what is read, so a head that was written can be read. Rollouts
-are columns (one list per field). Unknown keys are ignored; the size is bounded on both sides. Never holds an array.
+are columns (one list per field, one per metric). Unknown keys are ignored; the size is bounded on both sides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import msgpack
@@ -26,6 +28,7 @@ from distaff.types import (
 MAX_HEAD_BYTES = 1 << 20
 MAX_ROLLOUTS = 4096
 _MAX_KEYS = 1024
+"""Of one map: names of metrics in a group."""
 
 Kinds: TypeAlias = frozenset[type]
 _STR, _INT, _FLOAT, _BOOL, _MAP = (frozenset({kind}) for kind in (str, int, float, bool, dict))
@@ -67,23 +70,23 @@ _ROLLOUT: dict[str, Kinds] = {
     "index": _INT,
     "verdict": _STR,
     "reward": _FLOAT | _NONE,
-    "metrics": _MAP,
     "turns": _INT,
     "finish_reason": _STR,
     "stop_condition": _STR,
     "truncated": _BOOL,
     "error": _MAP | _NONE,
-    "timings": _MAP,
     "prompt_tokens": _INT,
     "completion_tokens": _INT,
     "answer": _STR | _NONE,
     "seat": _STR,
 }
+_NUMBERS = ("metrics", "timings")
 _CLOSED = {
     "mode": frozenset({"rl", "sft", "eval"}),
     "api": frozenset({"classic", "v1"}),
     "split": frozenset({"train", "eval"}),
 }
+_values_of = attrgetter(*_ROLLOUT)
 
 
 def pack_head(group: ScoredGroup, tools: Sequence[int]) -> bytes:
@@ -139,8 +142,16 @@ def statistics_of(head: Mapping[str, Any]) -> GroupStatistics:
 def rollouts_of(
     head: Mapping[str, Any], messages: Sequence[list[Message]], tools: Sequence[list[Tool]]
 ) -> list[Rollout]:
-    """The rollouts; messages[i] belongs to rollout i, `tools` is the table of distinct tool lists."""
+    """The rollouts; messages[i] belongs to rollout i, `tools` is the table of distinct tool lists (empty: none)."""
     columns = head["rollouts"]
+    count = len(columns["index"])
+    rows = zip(
+        *(columns[name] for name in _ROLLOUT),
+        columns["tools"],
+        *(_number_rows(columns[name], count) for name in _NUMBERS),
+        messages,
+        strict=True,
+    )
     return [
         Rollout(
             index=index,
@@ -156,7 +167,7 @@ def rollouts_of(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             messages=conversation,
-            tools=tools[table] if tools else [],
+            tools=tools[place] if tools else [],
             answer=answer,
             seat=seat,
         )
@@ -164,20 +175,20 @@ def rollouts_of(
             index,
             verdict,
             reward,
-            metrics,
             turns,
             finish_reason,
             stop_condition,
             truncated,
             error,
-            timings,
             prompt_tokens,
             completion_tokens,
             answer,
             seat,
-        ), table, conversation in zip(
-            zip(*(columns[name] for name in _ROLLOUT), strict=True), columns["tools"], messages, strict=True
-        )
+            place,
+            metrics,
+            timings,
+            conversation,
+        ) in rows
     ]
 
 
@@ -187,20 +198,38 @@ def _fields(value: object, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
     }
 
 
-def _columns(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
-    columns = {name: [getattr(rollout, name) for rollout in rollouts] for name in _ROLLOUT}
-    columns["reward"] = [None if reward is None else float(reward) for reward in columns["reward"]]
-    columns["metrics"] = [_floats(metrics) for metrics in columns["metrics"]]
-    columns["timings"] = [_floats(timings) for timings in columns["timings"]]
+def _columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    rows = list(map(_values_of, rollouts))
+    columns: dict[str, Any] = {name: [row[i] for row in rows] for i, name in enumerate(_ROLLOUT)}
+    columns["reward"] = _floats(columns["reward"])
     columns["error"] = [None if error is None else _fields(error, _ERROR) for error in columns["error"]]
+    columns["metrics"] = _number_columns([rollout.metrics for rollout in rollouts])
+    columns["timings"] = _number_columns([rollout.timings for rollout in rollouts])
     return columns
 
 
-def _floats(values: Mapping[str, float]) -> dict[str, float]:
-    return {name: float(value) for name, value in values.items()}
+def _number_columns(maps: Sequence[Mapping[str, float]]) -> dict[str, list[float | None]]:
+    """One column for each name, nil where a rollout does not have it."""
+    names = dict.fromkeys(chain.from_iterable(maps))
+    return {name: _floats([values.get(name) for values in maps]) for name in names}
 
 
-def _check_head(head: dict[str, Any]) -> None:
+def _number_rows(columns: Mapping[str, list[float | None]], count: int) -> list[dict[str, Any]]:
+    if not columns:
+        return [{} for _ in range(count)]
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    if not any(None in column for column in columns.values()):
+        return rows
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
+
+
+def _floats(values: Sequence[float | None]) -> list[float | None]:
+    if _FLOAT.issuperset(map(type, values)):
+        return list(values)
+    return [None if value is None else float(value) for value in values]
+
+
+def _check_head(head: Mapping[str, Any]) -> None:
     _check_fields(head, _GROUP, "group")
     for name, kinds in (("environment", _ENVIRONMENT), ("policy", _POLICY), ("statistics", _STATISTICS)):
         _check_fields(head.get(name), kinds, name)
@@ -214,19 +243,25 @@ def _check_head(head: dict[str, Any]) -> None:
 def _check_columns(columns: Any) -> None:
     if type(columns) is not dict:
         raise WireError("rollouts of a group is not a map of columns")
-    for name, kinds in (*_ROLLOUT.items(), ("tools", _INT)):
-        column = columns.get(name)
-        if type(column) is not list or not kinds.issuperset(map(type, column)):
-            raise WireError(f"rollouts.{name} of a group is not a list of {_names(kinds)}")
-    if any(place < 0 for place in columns["tools"]):
+    for name, kinds in _ROLLOUT.items():
+        _check_column(columns.get(name), kinds, name)
+    _check_column(columns.get("tools"), _INT, "tools")
+    if min(columns["tools"], default=0) < 0:
         raise WireError("rollouts.tools of a group has a negative index")
     for error in columns["error"]:
         if error is not None:
             _check_fields(error, _ERROR, "rollouts.error")
-    for name in ("metrics", "timings"):
-        for values in columns[name]:
-            if not (_STR.issuperset(map(type, values)) and _FLOAT.issuperset(map(type, values.values()))):
-                raise WireError(f"rollouts.{name} of a group is not a map from names to numbers")
+    for name in _NUMBERS:
+        numbers = columns.get(name)
+        if type(numbers) is not dict or not _STR.issuperset(map(type, numbers)):
+            raise WireError(f"rollouts.{name} of a group is not a map of columns")
+        for column in numbers.values():
+            _check_column(column, _FLOAT | _NONE, name)
+
+
+def _check_column(column: Any, kinds: Kinds, name: str) -> None:
+    if type(column) is not list or not kinds.issuperset(map(type, column)):
+        raise WireError(f"rollouts.{name} of a group is not a list of {_names(kinds)}")
 
 
 def _check_fields(value: Any, kinds: Mapping[str, Kinds], where: str) -> None:
