@@ -1,0 +1,47 @@
+"""The version of the policy that is being trained: published by the trainer, stamped on groups by the workers.
+
+Invariant: the version of a run never goes backwards, whoever publishes and in whatever order the calls arrive.
+"""
+
+from __future__ import annotations
+
+import redis
+import redis.asyncio
+
+from distaff.errors import ConfigurationError
+from distaff.keys import RunKeys
+from distaff.scripts import register, register_async
+
+_SCRIPT = "publish_policy"
+
+
+def publish_policy_version(client: redis.Redis, run: str, version: int) -> bool:
+    """Say that the engines serve `version` (an integer >= 0) from now on.
+
+    False when a later version stands already, which then stays. Publishing the same version again is harmless.
+    Raises ConfigurationError for a version below 0.
+    """
+    reply = register(client, _SCRIPT)(keys=[RunKeys(run).policy], args=[_checked(version)])
+    return bool(reply)
+
+
+async def publish_policy_version_async(client: redis.asyncio.Redis, run: str, version: int) -> bool:
+    """As `publish_policy_version`."""
+    reply = await register_async(client, _SCRIPT)(keys=[RunKeys(run).policy], args=[_checked(version)])
+    return bool(reply)
+
+
+def read_policy_version(client: redis.Redis, run: str) -> int:
+    """The version that stands; 0 when none was published."""
+    return int(client.hget(RunKeys(run).policy, "version") or 0)
+
+
+async def read_policy_version_async(client: redis.asyncio.Redis, run: str) -> int:
+    """As `read_policy_version`."""
+    return int(await client.hget(RunKeys(run).policy, "version") or 0)
+
+
+def _checked(version: int) -> int:
+    if version < 0:
+        raise ConfigurationError(f"the policy version {version} is below 0: count training steps from 0 or 1 upwards")
+    return version
