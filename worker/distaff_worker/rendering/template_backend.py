@@ -64,6 +64,7 @@ class TemplateRenderer:
         self._encoder = TextEncoder(tokenizer)
         self.name = name
         self.vocab_size = vocab_size
+        self._last_prompt: tuple[tuple[list[Message], list[Tool]], str] | None = None
         self._knows_reasoning = "reasoning_content" in _template_text(tokenizer)
         self._closing_id = self._find_closing_token()
         self.stop_ids = end_tokens(tokenizer, also=[*stop_ids, self._closing_id])
@@ -72,14 +73,12 @@ class TemplateRenderer:
         self._call_style = self._find_call_style()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        return self._encoder.encode(self._text(messages, tools, generation_prompt=True))
+        return self._encoder.encode(self._prompt_text(messages, tools))
 
     def render_closed(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         text = self._text(messages, tools, generation_prompt=False)
         reasoning = str(messages[-1].get("reasoning_content") or "").strip()
-        if reasoning and reasoning not in text[self._beginning(messages, tools, text) :]:
-            text = self._with_reasoning(messages, tools, text)
-        return self._encoder.encode(text)
+        return self._encoder.encode(self._with_reasoning(reasoning, messages, tools, text) if reasoning else text)
 
     def bridge(
         self,
@@ -187,16 +186,21 @@ class TemplateRenderer:
         at, stop = min(ends)
         return tail[at + len(stop) :]
 
-    def _beginning(self, messages: Sequence[Message], tools: Sequence[Tool], closed: str) -> int:
-        """Where the last turn's own text begins in the closed text."""
-        return _common_length(self._text(messages[:-1], tools, generation_prompt=True), closed)
-
-    def _with_reasoning(self, messages: Sequence[Message], tools: Sequence[Tool], closed: str) -> str:
-        """The closed text of a template that drops the last turn's reasoning, with it put back where it was written."""
-        prompt = self._text(messages[:-1], tools, generation_prompt=True)
+    def _with_reasoning(self, reasoning: str, messages: Sequence[Message], tools: Sequence[Tool], closed: str) -> str:
+        """The closed text; where the template drops the last turn's reasoning, with it put back where it was written."""
+        prompt = self._prompt_text(messages[:-1], tools)
         answer = closed[_common_length(prompt, closed) :]
-        block = think_block(str(messages[-1]["reasoning_content"]))
+        if reasoning in answer:
+            return closed
+        block = think_block(reasoning)
         return prompt + (block.removeprefix("<think>\n") if prompt.rstrip().endswith("<think>") else block) + answer
+
+    def _prompt_text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        """Remembers the last one: a turn's prompt is asked for again when its answer is rendered."""
+        key = (list(messages), list(tools))
+        if self._last_prompt is None or self._last_prompt[0] != key:
+            self._last_prompt = (key, self._text(messages, tools, generation_prompt=True))
+        return self._last_prompt[1]
 
 
 def until_stop(ids: Sequence[int], stop_ids: frozenset[int]) -> Sequence[int]:
