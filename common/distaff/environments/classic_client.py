@@ -6,17 +6,16 @@ function nor a task the environment forgot adds turns to a finished rollout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from verifiers.legacy.clients import Client
 from verifiers.legacy.errors import ModelError, OverlongPromptError
 from verifiers.legacy.types import Response, ResponseMessage, ToolCall, Usage
 
-from distaff.environments.messages import Recall, flat_calls, openai_message, openai_tool
+from distaff.environments.messages import Recall, flat_calls, flat_sampling, openai_message, openai_tool
 from distaff.environments.protocol import ChatModel, ChatTurn
 from distaff.errors import ContextOverflow, DistaffError, TurnLimit
-from distaff.types import JSON, Tool
+from distaff.types import Tool
 
 MODEL_NAME = "policy"
 _FINISH = {"stop": "stop", "length": "length", "tool_calls": "tool_calls"}
@@ -53,7 +52,7 @@ class PolicyClient(Client):  # type: ignore[misc]
         messages = self.recall.openai([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
         self.tools = [openai_tool(tool) for tool in tools or []]
         try:
-            turn = await self.client.complete(messages, self.tools, sampling(sampling_args))
+            turn = await self.client.complete(messages, self.tools, flat_sampling(sampling_args or {}))
         except (ContextOverflow, TurnLimit) as end:
             self.truncated = True
             self.turn_limit = isinstance(end, TurnLimit)
@@ -106,14 +105,3 @@ class PolicyClient(Client):  # type: ignore[misc]
 
     async def from_native_response(self, response: Any) -> Any:
         return response
-
-
-def sampling(args: Mapping[str, Any] | None) -> dict[str, JSON]:
-    """What an environment sets for itself, flat and under the names our engines use; verifiers' own defaults left out."""
-    given = {key: value for key, value in (args or {}).items() if value is not None and key not in ("n", "extra_body")}
-    extra = {key: value for key, value in ((args or {}).get("extra_body") or {}).items() if value is not None}
-    flat = {**extra, **given}
-    if "max_completion_tokens" in flat:
-        flat.setdefault("max_tokens", flat["max_completion_tokens"])
-        del flat["max_completion_tokens"]
-    return flat

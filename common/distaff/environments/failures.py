@@ -89,8 +89,11 @@ async def attempt(code: Awaitable[T]) -> Outcome[T]:
     return outcome
 
 
-def guarded(function: Callable[..., Any], place: Callable[..., str]) -> Callable[..., Any]:
-    """`function` as a coroutine function whose exceptions are noted on the trail under `place(*args, **kwargs)`."""
+def guarded(
+    function: Callable[..., Any], place: Callable[..., str], *, exits_as: type[BaseException] = EnvironmentExit
+) -> Callable[..., Any]:
+    """`function` as a coroutine function whose exceptions are noted on the trail under `place(*args, **kwargs)`, and
+    whose SystemExit or KeyboardInterrupt becomes an `exits_as`."""
 
     @functools.wraps(function)
     async def call(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +102,7 @@ def guarded(function: Callable[..., Any], place: Callable[..., str]) -> Callable
             result = function(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
         except (SystemExit, KeyboardInterrupt) as error:
-            escaped = EnvironmentExit(_describe(error))
+            escaped = exits_as(_describe(error))
             if trail is not None:
                 trail.note(escaped, place(*args, **kwargs))
             raise escaped from None

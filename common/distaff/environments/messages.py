@@ -12,6 +12,8 @@ from typing import Any
 
 from distaff.types import JSON, Message, Tool
 
+_NOT_SAMPLING = ("n", "extra_body", "messages", "tools", "model", "stream")
+
 
 def openai_message(message: Any) -> Message:
     """`message` (a mapping or a pydantic message of either API) in the OpenAI shape, without empty fields."""
@@ -57,6 +59,16 @@ def flat_calls(message: Message) -> list[dict[str, str]]:
 
 def _text(arguments: JSON) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+def flat_sampling(args: Mapping[str, Any]) -> dict[str, JSON]:
+    """What an environment sets for itself, flat and under the names our engines use; verifiers' own defaults left out."""
+    given = {key: value for key, value in args.items() if value is not None and key not in _NOT_SAMPLING}
+    flat = {**{key: value for key, value in (args.get("extra_body") or {}).items() if value is not None}, **given}
+    if "max_completion_tokens" in flat:
+        flat.setdefault("max_tokens", flat["max_completion_tokens"])
+        del flat["max_completion_tokens"]
+    return flat
 
 
 class Recall:
