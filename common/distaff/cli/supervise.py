@@ -28,6 +28,7 @@ from distaff.settings import Settings
 POLL_S = 0.1
 EMBEDDED_DRAIN_S = 3.0
 """Handing items back to a Redis that ends too is of no use to anybody, so workers get little time after Ctrl-C."""
+FAILED = 1
 GRACE_S = 5.0
 """Above the workers' drain time, to write and close."""
 MAX_RESTARTS = 10
@@ -64,54 +65,65 @@ def supervise(settings: Settings, *, consumer: Sequence[str]) -> Ended:
         StopSignal(raise_on_second=False) as stop,
         Tree(lambda name, line: screen.line(f"{name} | {line}")) as tree,
     ):
-        farm = Farm(settings, tree, stop)
+        farm = Farm(tree, stop, url=settings.redis_url)
         with connect(farm.url, client_name="distaff-run") as client:
             ping(client, farm.url)
-            farm.start()
-            code = farm.watch(client, consumer, lambda state: screen.show(_standing(settings, state, began)))
+            farm.start_workers(settings)
+            code = farm.play(client, settings, consumer, lambda state: screen.show(standing(settings, state, began)))
             farm.end()
             state = _read(client, settings.run.name)
     return Ended(code=code, state=state, seconds=time.monotonic() - began)
 
 
 class Farm:
-    """The processes of one run."""
+    """Redis, workers, and for each run a producer and a consumer, in one tree."""
 
-    def __init__(self, settings: Settings, tree: Tree, stop: StopSignal) -> None:
+    def __init__(self, tree: Tree, stop: StopSignal, *, url: str = "") -> None:
+        """Without a `url` a Redis of its own is started. Raises ConfigurationError, RedisUnavailable."""
         self._tree, self._stop = tree, stop
-        self._settings = settings
+        self.url = url
         self._server: Child | None = None
-        self.url = settings.redis_url
-        drain_s = settings.worker.drain_s
-        if not self.url:
+        if not url:
             self._server, self.url = start_redis(tree)
-            drain_s = min(drain_s, EMBEDDED_DRAIN_S)
-        self.grace_s = drain_s + GRACE_S
-        self._file = tree.folder / "settings.json"
-        write_settings(self._file, settings, drain_s=drain_s)
         self._env = child_environment(self.url)
         self._workers: list[Child] = []
+        self._worker_file = tree.folder / "worker.json"
+        self._recycles = False
+        self._grace_s = GRACE_S
         self._restarts = 0
         self._named = 0
 
-    def start(self) -> None:
-        """The producer and the workers; the consumer follows when there is a run to read."""
-        self._producer = self._role("producer", ["produce", "--quiet"])
-        for _ in range(self._settings.worker.processes):
+    def start_workers(self, settings: Settings) -> None:
+        """As many as the settings say; they serve every run of the pool."""
+        drain_s = settings.worker.drain_s
+        if self._server is not None:
+            drain_s = min(drain_s, EMBEDDED_DRAIN_S)
+        self._grace_s = drain_s + GRACE_S
+        self._recycles = settings.worker.max_groups > 0
+        write_settings(self._worker_file, settings, drain_s=drain_s)
+        for _ in range(settings.worker.processes):
             self._start_worker()
 
-    def watch(self, client: redis.Redis, consumer: Sequence[str], show: Callable[[RunState], None]) -> int:
-        """Return the exit code of the whole when the run has ended."""
+    def play(
+        self, client: redis.Redis, settings: Settings, consumer: Sequence[str], show: Callable[[RunState], None]
+    ) -> int:
+        """Produce one run and consume it to its end; returns the exit code of the whole.
+
+        The consumer is started when there is a run to read.
+        """
+        file = self._tree.folder / f"{settings.run.name}.run.json"
+        write_settings(file, settings, drain_s=settings.worker.drain_s)
+        self._role("producer", ["produce", "--quiet"], file)
         reader: Child | None = None
         while not self._stop.event.is_set():
-            failed = self._failure(reader)
+            failed = self._failure()
             if failed is not None:
                 return failed
-            state = _read(client, self._settings.run.name)
+            state = _read(client, settings.run.name)
             if state is not None:
                 show(state)
                 if reader is None:
-                    reader = self._role(consumer[0] + "r", consumer, own_output="--quiet" not in consumer)
+                    reader = self._role(consumer[0], consumer, file, own_output="--quiet" not in consumer)
             if reader is not None and reader.code == 0:
                 return 0
             time.sleep(POLL_S)
@@ -119,19 +131,19 @@ class Farm:
 
     def end(self) -> None:
         """Stop everything but Redis, orderly; a second Ctrl-C hurries."""
-        patience = self._stop.count
+        patience = max(self._stop.count, 1)
         others = [child for child in self._tree.children if child is not self._server]
-        self._tree.stop(others, grace_s=self.grace_s, hurry=lambda: self._stop.count > max(patience, 1))
+        self._tree.stop(others, grace_s=self._grace_s, hurry=lambda: self._stop.count > patience)
 
-    def _role(self, name: str, arguments: Sequence[str], *, own_output: bool = False) -> Child:
-        command = [sys.executable, "-m", "distaff", *arguments, str(self._file)]
+    def _role(self, name: str, arguments: Sequence[str], file: Path, *, own_output: bool = False) -> Child:
+        command = [sys.executable, "-m", "distaff", *arguments, str(file)]
         return self._tree.start(name, command, env=self._env, own_output=own_output)
 
     def _start_worker(self) -> None:
         self._named += 1
-        self._workers.append(self._role(f"worker-{self._named}", ["work"]))
+        self._workers.append(self._role(f"worker-{self._named}", ["work"], self._worker_file))
 
-    def _failure(self, reader: Child | None) -> int | None:
+    def _failure(self) -> int | None:
         """The exit code that ends the run, if a child says so; replaces workers that may be replaced."""
         for child in list(self._tree.children):
             code = child.code
@@ -140,7 +152,8 @@ class Farm:
             if child in self._workers and self._replace(child, code):
                 continue
             child.drained()
-            return code if code > 0 else 1
+            self._tree.report(child.name, f"ended with exit code {code}")
+            return code if code > 0 else FAILED
         return None
 
     def _replace(self, worker: Child, code: int) -> bool:
@@ -150,10 +163,9 @@ class Farm:
         self._tree.stop([worker], grace_s=0)
         if code < 0:
             self._restarts += 1
-            self._tree.report(
-                worker.name, f"killed by signal {-code}; starting another ({self._restarts} of {MAX_RESTARTS})"
-            )
-        if code < 0 or self._settings.worker.max_groups:
+            note = f"killed by signal {-code}; another one is started ({self._restarts} of at most {MAX_RESTARTS})"
+            self._tree.report(worker.name, note)
+        if code < 0 or self._recycles:
             self._start_worker()
         return True
 
@@ -187,7 +199,7 @@ def _read(client: redis.Redis, run: str) -> RunState | None:
         return None  # an outage is the children's to wait for
 
 
-def _standing(settings: Settings, state: RunState, began: float) -> Standing:
+def standing(settings: Settings, state: RunState, began: float) -> Standing:
     total = state.target if state.status == "open" else state.admitted
     parts = [f"{state.dead} dead"] if state.dead else []
     if state.reward_count:
