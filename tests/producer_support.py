@@ -5,15 +5,14 @@ Run as a program (`python producer_support.py URL CONFIG_JSON`) it produces with
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import redis
 from rq.job import Job
 
+from distaff.cli.signals import StopSignal
 from distaff.config import RunConfig
 from distaff.environments.protocol import Episode, ModelFactory, Score
 from distaff.keys import RunKeys, parse_job_id
@@ -130,11 +129,9 @@ class Settler:
 
 def main() -> None:
     """Produce until done or told to stop; print the report."""
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     settings = RunConfig.model_validate_json(sys.argv[2])
-    report = Producer(settings, sys.argv[1], Numbers(rows=int(sys.argv[3])), stop=stop).run()
+    with StopSignal() as stop:
+        report = Producer(settings, sys.argv[1], Numbers(rows=int(sys.argv[3])), stop=stop.event).run()
     print(f"report admitted={report.admitted} there={report.already_there} closed={report.closed}", flush=True)
 
 

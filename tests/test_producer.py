@@ -113,6 +113,7 @@ def test_a_closed_run_says_so(client: redis.Redis, redis_url: str) -> None:
     Producer(config(), redis_url, Numbers(rows=4)).run()
     report = Producer(config(), redis_url, Numbers(rows=4)).run()
     assert (report.was_closed, report.closed, report.admitted, report.already_there) == (True, True, 0, 4)
+    assert report.summary() == "run r was closed already, with 4 items: nothing to do"
     assert queued_seqs(client) == [0, 1, 2, 3]
 
 
@@ -122,8 +123,12 @@ def test_a_stopped_producer_leaves_the_run_open_and_the_next_goes_on(client: red
     settings = config(batch=4)
     report = Producer(settings, redis_url, Numbers(rows=30), stop=stop).run(lambda _: stop.set())
     assert (report.closed, report.admitted, state_of(client).status) == (False, 4, "open")
+    assert report.summary() == (
+        "run r has 4 items (4 admitted now, 0 were there already) and is still open: produce again to go on"
+    )
     report = Producer(settings, redis_url, Numbers(rows=30)).run()
     assert (report.closed, report.admitted, report.already_there, report.total) == (True, 26, 4, 30)
+    assert report.summary() == "run r has 30 items (26 admitted now, 4 were there already) and is closed"
     assert queued_seqs(client) == list(range(30))
 
 
@@ -217,6 +222,7 @@ def test_dropped_groups_are_replaced_by_new_rows_within_the_budget(client: redis
             until(lambda: state_of(client).admitted == min(7, 5 + state_of(client).dropped))
         result = report.result(10)
     assert (result.total, result.replaced, result.closed) == (7, 2, True)
+    assert "2 in place of dropped groups" in result.summary()
     keys = {item_on_queue(client, f"r-{seq:09d}")["key"] for seq in range(7)}
     assert len(keys) == 7
 
@@ -396,6 +402,17 @@ def test_the_command_checks_loads_and_produces(client: redis.Redis, redis_url: s
     assert loaded == ["numbers"]
     with pytest.raises(ConfigurationError, match=r"producer\.limit: 0 in the run, 2 now"):
         command.run(config(limit=2), redis_url=redis_url)
+
+
+def test_a_shipped_environment_is_produced(client: redis.Redis, redis_url: str) -> None:
+    """A real environment, loaded for real: every column of its rows is on the queue."""
+    settings = RunConfig.model_validate(
+        {"run": {"name": "r", "pool": "p"}, "environment": {"id": "guess_number"}, "producer": {"limit": 3}}
+    )
+    assert command.run(settings, redis_url=redis_url).total == 3
+    item = item_on_queue(client, "r-000000002")
+    assert {"prompt", "info"} <= item["task"].keys()
+    assert item["key"].startswith("guess_number@")
 
 
 def test_the_command_refuses_what_is_not_there_or_not_safe(client: redis.Redis, redis_url: str, tmp_path: Path) -> None:

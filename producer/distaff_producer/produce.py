@@ -122,9 +122,7 @@ class Producer:
             return "window full"
         most = min(self._config.producer.batch, room)
         jobs = self._jobs(standing.state.admitted, most if goal is None else min(most, goal - standing.state.admitted))
-        if jobs:
-            self._send(jobs, goal, tally)
-        return "admitting"
+        return self._send(jobs, goal, tally) if jobs else "admitting"
 
     def _finish(self, standing: Standing) -> Phase:
         if self._drops and standing.state.settled < standing.state.admitted:
@@ -176,7 +174,7 @@ class Producer:
                 "into the row"
             )
 
-    def _send(self, jobs: list[QueuedJob], goal: int | None, tally: Tally) -> None:
+    def _send(self, jobs: list[QueuedJob], goal: int | None, tally: Tally) -> Phase:
         tally.sending(len(jobs))
         outcome = self._admission.admit(jobs, expected=tally.cursor, target=goal)
         if outcome.status == "missing":
@@ -184,6 +182,7 @@ class Producer:
         if outcome.status != "admitted":
             tally.refused()
         tally.follow(outcome.cursor)
+        return "window full" if outcome.status == "full" else "admitting"
 
     def _show(
         self, on_progress: Callable[[Progress], None] | None, phase: Phase, standing: Standing, cursor: int

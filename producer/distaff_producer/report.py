@@ -49,6 +49,16 @@ class ProduceReport:
     """The run is closed: nothing more will come. False when the call was stopped."""
     seconds: float
 
+    def summary(self) -> str:
+        """The report in one line."""
+        if self.was_closed:
+            return f"run {self.run} was closed already, with {self.total} items: nothing to do"
+        parts = [f"{self.admitted} admitted now", f"{self.already_there} were there already"]
+        parts += [f"{self.elsewhere} by another producer"] if self.elsewhere else []
+        parts += [f"{self.replaced} in place of dropped groups"] if self.replaced else []
+        end = "closed" if self.closed else "still open: produce again to go on"
+        return f"run {self.run} has {self.total} items ({', '.join(parts)}) and is {end}"
+
 
 class Tally:
     """Counts who admitted what, from the cursor alone: also for a batch whose reply was lost."""
