@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
+
 from tests.scripted_answers import (
     DEFAULT_ANSWER,
     GENERATION_ROUTES,
@@ -86,6 +87,8 @@ class ScriptedEngine:
         self.api_key = api_key
         self.keep_records = keep_records
         self.ready_after_s = ready_after_s
+        self.documents: dict[str, JSON] = {}
+        """GET path -> the document to answer instead of our own."""
         self.records: list[Record] = []
         self.paths: list[str] = []
         """Every request's path, the checks included."""
@@ -137,9 +140,9 @@ class ScriptedEngine:
         self._loop = asyncio.get_running_loop()
         self._open.set()
         self._server = web.Server(self._handle, access_log=None, handler_cancellation=True)
-        self._runner = web.ServerRunner(self._server)
+        self._runner = web.ServerRunner(self._server, shutdown_timeout=0.05)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port, shutdown_timeout=0.05, backlog=8192)
+        site = web.TCPSite(self._runner, self._host, self._port, backlog=8192)
         await site.start()
         self._port = int(self._runner.addresses[0][1])
         self._started = time.monotonic()
@@ -191,6 +194,8 @@ class ScriptedEngine:
             return _json({"status": "ok"})
         if self.api_key and request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return _json({"error": {"message": "Incorrect API key provided", "type": "auth", "code": 401}}, 401)
+        if path in self.documents:
+            return _json(self.documents[path])
         if path == "/v1/models":
             card = {"object": "model", "max_model_len": self.max_model_len}
             return _json({"object": "list", "data": [{"id": name, **card} for name in self.served]})
