@@ -164,7 +164,7 @@ class Service:
                 self._executions.start(lease, books=self._books)
             if not leases and not self._executions and await self._is_over():
                 return
-            if not leases and self._options.burst:
+            if not leases and self._options.burst and not self._stopping.is_set():
                 self._freed.clear()
                 await self._freed.wait()
 
@@ -257,6 +257,7 @@ class Service:
     def _announce(self) -> None:
         self._registration.announce(
             {
+                "state": self._state(),
                 "running": len(self._executions),
                 "slots": self._options.slots,
                 "pool": self._options.pool,
@@ -264,6 +265,11 @@ class Service:
                 "loop_lag_ms": round(1000 * self._metrics.recent_lag_s, 1),
             }
         )
+
+    def _state(self) -> str:
+        if self._registration.get_state() == WorkerStatus.SUSPENDED:
+            return WorkerStatus.SUSPENDED.value
+        return WorkerStatus.BUSY.value if self._executions else WorkerStatus.IDLE.value
 
     @property
     def ready(self) -> bool:
