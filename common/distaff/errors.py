@@ -43,6 +43,10 @@ class GroupTooLarge(WireError):
     """An encoded or decoded group is larger than the configured limit."""
 
 
+class CodecMissing(WireError):
+    """A group is compressed and the codec is not installed; the message says what to install."""
+
+
 class AlignmentError(WireError):
     """Token ids, loss mask, log-probabilities or offsets of a group do not fit each other."""
 

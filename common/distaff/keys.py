@@ -43,6 +43,10 @@ class RunKeys:
         """Stream of scored groups."""
         return self._key("groups")
 
+    def parked(self, group: str) -> str:
+        """Stream of the deliveries a consumer group gave up (undecodable, or delivered too often)."""
+        return self._key(f"groups:parked:{group}")
+
     @property
     def settled(self) -> str:
         """Bitmap: bit `seq` is 1 when the item was emitted or is a dead letter."""

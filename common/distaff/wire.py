@@ -15,7 +15,7 @@ import msgpack
 from redis.typing import EncodableT, FieldT
 
 from distaff.alignment import check_group
-from distaff.errors import GroupTooLarge, SchemaVersionError, WireError
+from distaff.errors import CodecMissing, GroupTooLarge, SchemaVersionError, WireError
 from distaff.types import ScoredGroup
 from distaff.wire_body import decode_body, encode_body
 
@@ -39,7 +39,7 @@ def encode_group(
     """The fields of one stream entry, ready for XADD: plain text all but `group`, which is bytes. Writes SCHEMA.
 
     Raises AlignmentError (the arrays do not fit each other), GroupTooLarge (more than `max_bytes` before compression),
-    WireError (a value that has no place in the format; zstandard is not installed).
+    WireError (a value that has no place in the format), CodecMissing (zstandard is not installed).
     """
     check_group(group)
     schema = f"{SCHEMA[0]}.{SCHEMA[1]}"
@@ -65,7 +65,7 @@ def decode_group(
     Token ids and log-probabilities are views of the entry's bytes; every array is read-only.
     check: run `check_group` on the result. messages: False leaves conversations, tools and the item's row empty, which saves a
     trainer that needs only tokens their parsing.
-    Raises SchemaVersionError, GroupTooLarge, AlignmentError, and WireError for everything else that is wrong.
+    Raises SchemaVersionError, CodecMissing, GroupTooLarge, AlignmentError, and WireError for everything else that is wrong.
     """
     schema = _read_schema(_text(fields, "schema"))
     body = _read_body(fields, max_bytes)
@@ -148,7 +148,7 @@ def _zstd() -> Any:
     try:
         import zstandard
     except ImportError:
-        raise WireError(
+        raise CodecMissing(
             "the groups of this run are compressed with zstd and zstandard is not installed: pip install 'distaff[zstd]'"
         ) from None
     return zstandard

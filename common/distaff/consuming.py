@@ -1,0 +1,375 @@
+"""How a consumer reads the group stream, written once: the synchronous and the asyncio consumer drive it.
+
+Invariant: an entry that Redis delivered to this consumer is yielded, parked, or found again (after a cut, a cancelled read, a
+crash); it is acknowledged only when the caller says so, when it was parked, or when its group was yielded before.
+Does no I/O itself: it is a generator of steps, and whoever drives it sends back the reply or throws the error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import secrets
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis import exceptions
+
+from distaff.consuming_steps import MAX_BLOCK_S, Call, ConsumerOptions, Delivery, Pause, RunScript, Steps, Work
+from distaff.errors import (
+    CodecMissing,
+    ConfigurationError,
+    GroupTooLarge,
+    RedisUnavailable,
+    SchemaVersionError,
+    WireError,
+)
+from distaff.keys import RUN_NAME, RunKeys
+from distaff.seen import SeenNumbers
+from distaff.types import ScoredGroup
+from distaff.wire import MAX_GROUP_BYTES, decode_group
+
+log = logging.getLogger("distaff.consumer")
+
+_PAGE = 100
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
+_RETRIED_REPLIES = ("MISCONF", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "UNBLOCKED", "NOREPLICAS")
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    id: str
+    fields: Mapping[Any, Any]
+    deliveries: int
+
+
+class ConsumerCore:
+    """State and logic of one consumer. Every public method that is a generator has to be driven to its end."""
+
+    def __init__(
+        self,
+        run: str,
+        *,
+        group: str = "trainer",
+        consumer: str | None = None,
+        batch: int = 8,
+        claim_idle_s: float = 300.0,
+        block_s: float = 1.0,
+        max_deliveries: int = 5,
+        start: str = "0",
+        reconnect_s: float = 300.0,
+        max_bytes: int = MAX_GROUP_BYTES,
+        messages: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        _require(RUN_NAME.fullmatch(run), f"run {run!r}: use 1 to 64 letters, digits, '_' or '-'")
+        _require(group, "group is empty: name the consumer group")
+        _require(batch >= 1 and max_deliveries >= 1, "batch and max_deliveries must be at least 1")
+        _require(0 < block_s <= MAX_BLOCK_S, f"block_s is {block_s}: use more than 0 and at most {MAX_BLOCK_S}")
+        _require(claim_idle_s > 0 and reconnect_s >= 0, "claim_idle_s must be above 0 and reconnect_s not below")
+        self.run, self.group = run, group
+        self.name = consumer or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.parked = 0
+        """Deliveries this consumer gave up."""
+        self.duplicates = 0
+        """Entries acknowledged because their group was yielded before."""
+        self._keys = RunKeys(run)
+        self._batch, self._max_deliveries, self._start = batch, max_deliveries, start
+        self._claim_idle_s, self._block_s, self._reconnect_s = claim_idle_s, block_s, reconnect_s
+        self._max_bytes, self._messages, self._clock = max_bytes, messages, clock
+        self._buffer: deque[_Entry] = deque()
+        self._held: set[str] = set()
+        self._seen = SeenNumbers()
+        self._backlog: str | None = "-"
+        """Where to go on looking for entries that are ours already; None when all of them are known."""
+        self._joined = False
+        self._opened: bytes | None = None
+        self._next_claim = 0.0
+        self._failures = 0
+
+    def join(self) -> Steps[None]:
+        """Create the consumer group unless it is there: from now on nothing is freed before this group acknowledged it."""
+        try:
+            yield from self._reliable(
+                Call("xgroup_create", (self._keys.groups, self.group, self._start), {"mkstream": True})
+            )
+        except exceptions.ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
+        if self._opened is None:
+            (self._opened,) = yield from self._reliable(Call("hmget", (self._keys.state, ["opened"])))
+        self._joined = True
+
+    def next_delivery(self) -> Steps[Delivery | None]:
+        """The next group, or None at the end of the run."""
+        while True:
+            while self._buffer:
+                delivery = yield from self._accept(self._buffer[0])
+                if delivery is not None:
+                    return delivery
+            if not (yield from self._fill()):
+                return None
+
+    def acknowledge(self, deliveries: Iterable[Delivery]) -> Steps[int]:
+        """Acknowledge, then free what every consumer group has acknowledged; the number that was pending."""
+        ids = [delivery.entry_id for delivery in deliveries]
+        acknowledged, _ = yield from self._reliable(RunScript("free", [self._keys.groups], [self.group, *ids]))
+        self._held.difference_update(ids)
+        return int(acknowledged)
+
+    def leave(self) -> Steps[None]:
+        """Remove this member from the group if nothing is pending for it, which its name would be needed to find."""
+        if not self._joined or self._backlog is not None:
+            return
+        rows = yield Call("xpending_range", (self._keys.groups, self.group, "-", "+", 1, self.name))
+        if not rows:
+            yield Call("xgroup_delconsumer", (self._keys.groups, self.group, self.name))
+
+    # Reading
+
+    def _fill(self) -> Steps[bool]:
+        """Try to buffer entries; False when the run is over."""
+        if not self._joined:
+            yield from self.join()
+        if self._backlog is not None:
+            yield from self._read_backlog()
+            return True
+        if self._clock() >= self._next_claim:
+            yield from self._claim_idle()
+        if not self._buffer:
+            yield from self._read_new()
+        if self._buffer or self._backlog is not None:
+            return True
+        over = yield from self._run_is_over()
+        # What was appended before the state was read is readable now: one more look decides.
+        yield from self._read_new(block=not over)
+        if self._buffer or self._backlog is not None or not over:
+            return True
+        return not (yield from self._nothing_pending())
+
+    def _read_new(self, *, block: bool = False) -> Steps[None]:
+        failures = self._failures
+        # Until the reply is here entries may be ours without our knowing them.
+        self._backlog = "-"
+        reply = yield from self._reliable(
+            Call(
+                "xreadgroup",
+                (self.group, self.name, {self._keys.groups: ">"}),
+                {"count": self._batch, "block": max(1, int(self._block_s * 1000)) if block else None},
+            )
+        )
+        if self._failures == failures:
+            self._backlog = None
+        self._buffer.extend(_Entry(_id(entry_id), fields, 1) for entry_id, fields in _entries(reply))
+
+    def _read_backlog(self) -> Steps[None]:
+        """Entries of an earlier life of this name, or of a read whose reply was lost."""
+        rows = yield from self._pending_page(self._backlog or "-", idle_ms=None)
+        if rows:
+            yield from self._take(rows, min_idle_ms=0)
+        self._backlog = f"({_id(rows[-1]['message_id'])}" if rows else None
+
+    def _claim_idle(self) -> Steps[None]:
+        """Entries that any member, dead or alive, has kept for too long."""
+        idle_ms = max(1, int(self._claim_idle_s * 1000))
+        cursor = "-"
+        while not self._buffer:
+            rows = yield from self._pending_page(cursor, idle_ms=idle_ms)
+            if not rows:
+                self._next_claim = self._clock() + min(self._claim_idle_s / 4, MAX_BLOCK_S)
+                return
+            cursor = f"({_id(rows[-1]['message_id'])}"
+            yield from self._take(rows, min_idle_ms=idle_ms)
+
+    def _pending_page(self, cursor: str, *, idle_ms: int | None) -> Steps[list[dict[str, Any]]]:
+        whose = {"consumername": self.name} if idle_ms is None else {"idle": idle_ms}
+        count = self._batch if idle_ms is None else _PAGE
+        rows: list[dict[str, Any]] = yield from self._reliable(
+            Call("xpending_range", (self._keys.groups, self.group, cursor, "+", count), whose)
+        )
+        return rows
+
+    def _take(self, rows: Sequence[Mapping[str, Any]], *, min_idle_ms: int) -> Steps[None]:
+        """Claim pending entries that are not in our hands already; park those that were delivered too often."""
+        known = self._held.union(entry.id for entry in self._buffer)
+        wanted: dict[str, int] = {}
+        for row in rows:
+            entry_id, deliveries = _id(row["message_id"]), int(row["times_delivered"])
+            if entry_id in known:
+                continue
+            if deliveries >= self._max_deliveries:
+                yield from self._park(entry_id, f"delivered {deliveries} times and never acknowledged")
+            elif len(wanted) < self._batch:
+                wanted[entry_id] = deliveries + 1
+        if not wanted:
+            return
+        self._backlog = self._backlog or "-"
+        claimed = yield from self._reliable(
+            Call("xclaim", (self._keys.groups, self.group, self.name, min_idle_ms, list(wanted)))
+        )
+        self._buffer.extend(_Entry(_id(i), fields, wanted[_id(i)]) for i, fields in claimed if fields)
+
+    # What is read
+
+    def _accept(self, entry: _Entry) -> Steps[Delivery | None]:
+        """Decode the first buffered entry, and take it off the buffer once it is a delivery, a duplicate or parked."""
+        size = sum(len(value) for value in entry.fields.values())
+        try:
+            group: ScoredGroup = yield Work(lambda: self._decode(entry.fields), size)
+        except (SchemaVersionError, CodecMissing, GroupTooLarge):
+            raise  # the fault of this consumer's installation or settings: another one may read it
+        except WireError as error:
+            yield from self._park(entry.id, str(error))
+            self._buffer.popleft()
+            return None
+        if group.seq in self._seen and not (yield from self._run_began_anew()):
+            yield from self._reliable(RunScript("free", [self._keys.groups], [self.group, entry.id]))
+            self._buffer.popleft()
+            self.duplicates += 1
+            log.info("delivery.duplicate_acknowledged run=%s seq=%d entry=%s", self.run, group.seq, entry.id)
+            return None
+        self._buffer.popleft()
+        self._seen.add(group.seq)
+        self._held.add(entry.id)
+        return Delivery(group=group, entry_id=entry.id, deliveries=entry.deliveries)
+
+    def _decode(self, fields: Mapping[Any, Any]) -> ScoredGroup:
+        group = decode_group(fields, max_bytes=self._max_bytes, messages=self._messages)
+        if group.run != self.run:
+            raise WireError(f"group {group.group_id} is in the stream of run {self.run}")
+        return group
+
+    def _park(self, entry_id: str, reason: str) -> Steps[None]:
+        parked = yield from self._reliable(
+            RunScript(
+                "park",
+                [self._keys.groups, self._keys.parked(self.group)],
+                [self.group, entry_id, self.name, reason.replace("\n", " ")[:500].encode("utf-8", "replace")],
+            )
+        )
+        self.parked += int(parked)
+        log.warning("delivery.parked run=%s group=%s entry=%s reason=%s", self.run, self.group, entry_id, reason)
+
+    # The end of the run
+
+    def _run_is_over(self) -> Steps[bool]:
+        status, admitted, emitted, dead, opened = yield from self._reliable(
+            Call("hmget", (self._keys.state, ["status", "admitted", "emitted", "dead", "opened"]))
+        )
+        self._opened = self._opened or opened
+        return status == b"closed" and int(emitted or 0) + int(dead or 0) == int(admitted or 0)
+
+    def _nothing_pending(self) -> Steps[bool]:
+        """Whether every pending entry of the consumer group is in the hands of this consumer's caller."""
+        summary = yield from self._reliable(Call("xpending", (self._keys.groups, self.group)))
+        counts = {_id(row["name"]): int(row["pending"]) for row in summary["consumers"]}
+        if counts.pop(self.name, 0) > len(self._held):
+            self._backlog = "-"
+        if counts:
+            yield Pause(self._block_s)
+        return not counts and self._backlog is None
+
+    def _run_began_anew(self) -> Steps[bool]:
+        """Whether this is another run of the same name (deleted and opened again): its numbers start again, too."""
+        (opened,) = yield from self._reliable(Call("hmget", (self._keys.state, ["opened"])))
+        known, self._opened = self._opened, opened
+        if known is None or opened == known:
+            return False
+        self._seen.clear()
+        return True
+
+    # Redis, present or not
+
+    def _reliable(self, step: Call | RunScript) -> Steps[Any]:
+        """The reply to `step`, repeated until Redis answers; every step we send may be repeated."""
+        gave_up, pause = None, _FIRST_PAUSE_S
+        while True:
+            try:
+                return (yield step)
+            except (exceptions.AuthenticationError, exceptions.NoPermissionError) as error:
+                raise RedisUnavailable(
+                    f"Redis refuses the credentials ({error}): check the password in its URL"
+                ) from None
+            except (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, OSError) as error:
+                problem: Exception = error
+            except exceptions.ResponseError as error:
+                if str(error).startswith("NOGROUP"):
+                    yield from self._rejoin()
+                    continue
+                if not str(error).startswith(_RETRIED_REPLIES):
+                    raise
+                problem = error
+            self._failures += 1
+            now = self._clock()
+            gave_up = gave_up or now + self._reconnect_s
+            if now >= gave_up:
+                raise RedisUnavailable(
+                    f"Redis was away for more than {self._reconnect_s:g} s ({type(problem).__name__}); nothing is lost: start the "
+                    "consumer again when it is back, or raise reconnect_s"
+                ) from None
+            yield Pause(pause * (0.5 + random.random()))  # noqa: S311 - jitter
+            pause = min(pause * 2, _LONGEST_PAUSE_S)
+
+    def _rejoin(self) -> Steps[None]:
+        """The consumer group is gone (Redis was flushed or the run deleted): begin again."""
+        log.warning("group.recreated run=%s group=%s", self.run, self.group)
+        self._held.clear()
+        self._seen.clear()
+        self._opened = None
+        yield from self.join()
+
+
+class ConsumerBase:
+    """What the synchronous and the asyncio consumer have in common."""
+
+    def __init__(self, run: str, client: Any, options: ConsumerOptions) -> None:
+        _require(
+            not client.get_connection_kwargs().get("decode_responses"),
+            "the redis client has decode_responses=True; groups are bytes: make one without",
+        )
+        self._core = ConsumerCore(run, **options)
+        self._partial: list[Delivery] = []
+
+    @property
+    def name(self) -> str:
+        """Of this member of the consumer group."""
+        return self._core.name
+
+    @property
+    def parked(self) -> int:
+        """Deliveries this consumer gave up: undecodable, or delivered too often."""
+        return self._core.parked
+
+    @property
+    def duplicates(self) -> int:
+        """Entries acknowledged unseen because this consumer had yielded their group before."""
+        return self._core.duplicates
+
+    def _take_partial(self) -> list[Delivery]:
+        batch, self._partial = self._partial, []
+        return batch
+
+
+def _require(condition: object, message: str) -> None:
+    if not condition:
+        raise ConfigurationError(f"consumer: {message}")
+
+
+def _id(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _entries(reply: Any) -> list[tuple[bytes, Mapping[Any, Any]]]:
+    """The entries of an XREADGROUP of one stream: RESP2 gives [[stream, entries]], RESP3 {stream: [entries]}."""
+    if not reply:
+        return []
+    if isinstance(reply, dict):
+        (entries,) = reply.values()
+        return list(entries[0]) if entries and isinstance(entries[0], list) else list(entries)
+    return list(reply[0][1])
