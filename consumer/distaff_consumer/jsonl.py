@@ -66,7 +66,7 @@ class JsonlWriter:
         self._fsync = fsync
         self._stop = stop or threading.Event()
         self._retry_s = retry_s
-        self._on_wait = on_wait
+        self.on_wait = on_wait
         self._ids = GroupIds()
         self._pending: list[bytes] = []
         self._pending_ids: list[str] = []
@@ -170,7 +170,7 @@ class JsonlWriter:
                 hint="free space or grow the volume: writing goes on by itself, nothing is acknowledged until then",
             )
             since = now
-        self._on_wait(now - since)
+        self.on_wait(now - since)
         return since
 
     def _write(self, payload: bytes) -> None:

@@ -1,0 +1,146 @@
+"""`distaff archive` as one call.
+
+Invariant: what is wrong with the settings is found before the first group is read. Installs no signal handlers.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import redis
+
+from distaff.clients import connect, ping
+from distaff.errors import ConfigurationError
+from distaff.runs import read_config_json
+from distaff.safety import check_redis
+from distaff.wire import MAX_GROUP_BYTES
+from distaff_consumer.archive import ArchiveOptions, Archiver, Progress
+from distaff_consumer.jsonl import JsonlWriter
+from distaff_consumer.owner import Ownership
+from distaff_consumer.segments import Compression, segments
+
+
+class ArchiveSettings(ArchiveOptions, Protocol):
+    """What of `distaff.settings.ArchiveSection` is used here."""
+
+    @property
+    def rotate_bytes(self) -> int: ...
+    @property
+    def compression(self) -> Compression: ...
+    @property
+    def fsync(self) -> bool: ...
+    def folder(self, run: str) -> Path: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchiveReport:
+    """What one call did."""
+
+    run: str
+    directory: Path
+    groups: int
+    """Acknowledged by this call."""
+    archived: int
+    """In the directory."""
+    duplicates: int
+    """Of the acknowledged, those that had been written before."""
+    parked: int
+    """Groups that could not be read and are not in the archive; they are kept in Redis."""
+    written_bytes: int
+    files: int
+    ended: bool
+    """The run has ended and everything is archived. False when the call was stopped."""
+    seconds: float
+
+    def summary(self) -> str:
+        """For the end of the command."""
+        state = "the run has ended" if self.ended else "stopped; run the same command again to go on"
+        text = (
+            f"archive of {self.run}: {self.archived} groups in {self.files} files in {self.directory} ({self.groups} now, "
+            f"{self.duplicates} again, {self.written_bytes} bytes, {self.seconds:.1f} s); {state}"
+        )
+        if self.parked:
+            text += f"\n{self.parked} groups could not be read and are missing: see the log for delivery.parked"
+        return text
+
+
+def run(
+    run: str,
+    *,
+    redis_url: str,
+    archive: ArchiveSettings,
+    progress: Callable[[Progress], None] | None = None,
+    stop: threading.Event | None = None,
+    allow_unprotected: bool = False,
+) -> ArchiveReport:
+    """Archive the groups of `run` until it has ended or `stop` is set; the run need not have been opened yet.
+
+    Raises ConfigurationError, RedisUnavailable, ArchiveError, WireError (a group this installation cannot read). Nothing is
+    lost by any of them: what was not acknowledged is delivered again.
+    """
+    started = time.monotonic()
+    with connect(redis_url, client_name="distaff-archive") as client:
+        ping(client, redis_url)
+        check_redis(client, redis_url, allow_unprotected=allow_unprotected)
+        return _run(run, client, archive, progress or (lambda _: None), stop or threading.Event(), started)
+
+
+def _run(
+    run: str,
+    client: redis.Redis,
+    archive: ArchiveSettings,
+    progress: Callable[[Progress], None],
+    stop: threading.Event,
+    started: float,
+) -> ArchiveReport:
+    directory = archive.folder(run)
+    with JsonlWriter(
+        directory,
+        rotate_bytes=archive.rotate_bytes,
+        compression=archive.compression,
+        fsync=archive.fsync,
+        stop=stop,
+    ) as writer:
+        archiver = Archiver(
+            run,
+            client,
+            writer,
+            options=archive,
+            owner=_owner(directory, run),
+            max_group_bytes=_max_group_bytes(client, run),
+            stop=stop,
+            progress=progress,
+        )
+        ended = archiver.run()
+        return ArchiveReport(
+            run=run,
+            directory=directory,
+            groups=archiver.groups,
+            archived=len(writer),
+            duplicates=archiver.duplicates,
+            parked=archiver.parked,
+            written_bytes=writer.synced_bytes,
+            files=len(segments(directory)),
+            ended=ended,
+            seconds=time.monotonic() - started,
+        )
+
+
+def _owner(directory: Path, run: str) -> Ownership:
+    try:
+        return Ownership(directory, run)
+    except OSError as error:
+        raise ConfigurationError(f"the archive directory {directory} cannot be used: {error.strerror}") from None
+
+
+def _max_group_bytes(client: redis.Redis, run: str) -> int:
+    """The run's own limit where the run is known and it is larger than the usual one."""
+    stored = read_config_json(client, run)
+    configured = json.loads(stored).get("wire", {}).get("max_group_bytes", 0) if stored else 0
+    return max(MAX_GROUP_BYTES, int(configured))
