@@ -25,7 +25,7 @@ def start_redis(tree: Tree) -> tuple[Child, str]:
     """
     socket = tree.folder / "redis.sock"
     command = [str(_binary()), "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700"]
-    command += ["--dir", str(tree.folder), "--save", "", "--appendonly", "no", "--loglevel", "warning"]
+    command += ["--dir", str(tree.folder), "--save", "", "--appendonly", "no", "--loglevel", "nothing"]
     child = tree.start("redis", command)
     url = f"unix://{socket}?db=0"
     _wait(child, url)
