@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
+import redis
 
-from distaff.keys import job_id
+from distaff.keys import RunKeys, job_id
 from distaff.types import (
     EnvironmentRef,
     GroupStatistics,
@@ -21,7 +23,7 @@ from distaff.types import (
     Tool,
     TrainingSample,
 )
-from distaff.wire import SCHEMA
+from distaff.wire import SCHEMA, encode_group
 
 WORDS = [
     "the",
@@ -115,6 +117,41 @@ def make_group(
         created=1_790_000_000.25 + seq,
     )
     return replace(group, **changes)
+
+
+def assert_same_group(one: ScoredGroup, other: ScoredGroup) -> None:
+    """Fail unless the groups are equal, dtypes of the arrays included."""
+    for name in (field.name for field in fields(ScoredGroup) if field.name != "samples"):
+        assert getattr(one, name) == getattr(other, name), name
+    for name in (field.name for field in fields(SampleArrays)):
+        left, right = getattr(one.samples, name), getattr(other.samples, name)
+        assert (left is None) == (right is None), name
+        if left is not None:
+            assert left.dtype == right.dtype, name
+            np.testing.assert_array_equal(left, right, err_msg=name)
+
+
+def as_read(entry: Mapping[Any, Any]) -> dict[bytes, bytes]:
+    """The fields of `encode_group` as redis-py returns them."""
+    return {
+        str(key).encode(): value if isinstance(value, bytes) else str(value).encode() for key, value in entry.items()
+    }
+
+
+def append_groups(
+    client: redis.Redis, groups: Iterable[ScoredGroup], *, close: bool = True, **options: Any
+) -> list[str]:
+    """Append to the run's stream and count in its state as workers do, and close the run; the entry ids."""
+    ids = []
+    for group in groups:
+        keys = RunKeys(group.run)
+        entry_id = client.xadd(keys.groups, encode_group(group, **options))
+        ids.append(entry_id.decode() if isinstance(entry_id, bytes) else str(entry_id))
+        client.hincrby(keys.state, "admitted", 1)
+        client.hincrby(keys.state, "emitted", 1)
+        client.hset(keys.state, "status", "closed" if close else "open")
+        client.hsetnx(keys.state, "opened", "1790000000.0")
+    return ids
 
 
 def _rollout(

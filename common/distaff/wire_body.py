@@ -180,7 +180,7 @@ def _lists_of_objects(name: str, value: Any) -> list[list[dict[str, Any]]]:
 
 
 def _dump(value: Any, group: ScoredGroup, name: str) -> bytes:
-    if not any(value):
+    if not (any(value) if isinstance(value, list) else value):
         return b""
     try:
         text = json.dumps(value, separators=(",", ":"))

@@ -94,18 +94,16 @@ def pack_head(group: ScoredGroup, tools: Sequence[int]) -> bytes:
 
     Raises WireError for a value of a wrong type, GroupTooLarge beyond MAX_HEAD_BYTES or MAX_ROLLOUTS.
     """
-    head = {name: getattr(group, name) for name in _GROUP}
-    head["temperature"], head["created"] = float(group.temperature), float(group.created)
-    head["environment"] = _fields(group.environment, _ENVIRONMENT)
-    head["policy"] = _fields(group.policy, _POLICY)
-    head["statistics"] = _fields(group.statistics, _STATISTICS)
-    head["rollouts"] = {**_columns(group.rollouts), "tools": list(tools)}
     if len(group.rollouts) > MAX_ROLLOUTS:
         raise GroupTooLarge(
             f"group {group.group_id} has {len(group.rollouts)} rollouts; at most {MAX_ROLLOUTS} fit in one"
         )
-    _check_head(head)
-    packed: bytes = msgpack.packb(head, unicode_errors="surrogatepass")
+    try:
+        head = _head(group, tools)
+        _check_head(head)
+        packed: bytes = msgpack.packb(head, unicode_errors="surrogatepass")
+    except (TypeError, ValueError, OverflowError) as error:  # not a number where one belongs; an integer beyond 64 bits
+        raise WireError(f"group {group.group_id} has a value without a place in the wire format: {error}") from None
     if len(packed) > MAX_HEAD_BYTES:
         raise GroupTooLarge(
             f"group {group.group_id}: its metrics, answers and error messages take {len(packed)} bytes, "
@@ -190,6 +188,15 @@ def rollouts_of(
             conversation,
         ) in rows
     ]
+
+
+def _head(group: ScoredGroup, tools: Sequence[int]) -> dict[str, Any]:
+    head = _fields(group, _GROUP)
+    head["environment"] = _fields(group.environment, _ENVIRONMENT)
+    head["policy"] = _fields(group.policy, _POLICY)
+    head["statistics"] = _fields(group.statistics, _STATISTICS)
+    head["rollouts"] = {**_columns(group.rollouts), "tools": list(tools)}
+    return head
 
 
 def _fields(value: object, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
