@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distaff.errors import AlignmentError, CodecMissing, GroupTooLarge, SchemaVersionError, WireError
+from distaff.keys import job_id
 from distaff.types import Mode, Rollout, SampleArrays, ScoredGroup, TrainingSample
 from distaff.wire import Compression, check_group, decode_group, encode_group
 from tests.group_support import as_read, assert_same_group, make_group
