@@ -24,6 +24,7 @@ from distaff.errors import ConfigurationError, EngineAnswerError, EngineError, E
 from distaff.types import JSON
 from distaff_worker.engines.endpoints import Endpoint, Endpoints
 from distaff_worker.engines.failures import PassingFailure, error_text, is_passing, refusal, retry_after_s
+from distaff_worker.engines.turns import Turnstile
 
 T = TypeVar("T")
 Reader = Callable[[aiohttp.ClientResponse], Awaitable[T]]
@@ -48,6 +49,8 @@ class HttpPool:
         self._rng = rng or random.Random()  # noqa: S311 - jitter
         self._endpoints = Endpoints(section.base_urls, clock=lambda: asyncio.get_running_loop().time(), rng=self._rng)
         self._http: aiohttp.ClientSession | None = None
+        self.turnstile = Turnstile()
+        """To be passed before work that takes a good part of a millisecond: building a request, checking an answer."""
 
     @property
     def urls(self) -> list[str]:
@@ -196,7 +199,7 @@ async def read_body(response: aiohttp.ClientResponse) -> bytes:
 
 
 async def read_json(response: aiohttp.ClientResponse) -> JSON:
-    """The body as strict JSON (no NaN, no infinities). Raises EngineAnswerError."""
+    """The body as strict JSON. Raises EngineAnswerError."""
     return parse_json(await read_body(response), where=describe(response))
 
 
@@ -215,7 +218,7 @@ async def read_events(response: aiohttp.ClientResponse) -> AsyncGenerator[JSON]:
 
 
 def parse_json(body: bytes, *, where: str) -> JSON:
-    """Strict JSON or EngineAnswerError."""
+    """Strict JSON (no NaN, no infinities) or EngineAnswerError."""
     try:
         return pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:

@@ -95,6 +95,7 @@ class LlamaCppEngine:
         stops = frozenset(options.pop("stop_token_ids", None) or ())
 
         async def once(seed_offset: int) -> Generation:
+            await self._pool.turnstile.turn()
             body = _body(prompt_ids, limit, options, seed_offset=seed_offset)
             return await self._pool.post(COMPLETION, body, session=session, read=self._reader(stops))
 
@@ -142,6 +143,8 @@ class LlamaCppEngine:
         logprobs: list[JSON] = []
         async with contextlib.aclosing(read_events(response)) as events:
             async for event in events:
+                if not ids:
+                    await self._pool.turnstile.turn()
                 _check_event(event, where=where, key_var=self._pool.section.api_key_var, secrets=self._pool.secrets)
                 _append(event, ids, logprobs, where=where)
                 if event.get("tokens_predicted") != len(ids):

@@ -36,6 +36,7 @@ class PoolTransport(httpx.AsyncBaseTransport):
         body = await request.aread()
         session = request.headers.get(SESSION_HEADER, "")
         answer = await self._pool.post(request.url.path, body, session=session, read=read_body)
+        await self._pool.turnstile.turn()
         return httpx.Response(200, headers={"Content-Type": "application/json"}, content=answer)
 
 
@@ -93,6 +94,7 @@ class OpenAIEngine:
         return self._reply(content)
 
     async def _send(self, messages: Sequence[Message], body: dict[str, JSON], *, session: str) -> bytes:
+        await self._pool.turnstile.turn()
         payload = {"model": self._model, "messages": list(messages), **body}
         try:
             # Not chat.completions.create: walking every message through its request types costs a millisecond and more.

@@ -17,7 +17,7 @@ from distaff.errors import ContextOverflow, EngineAnswerError, EngineRefused, En
 from distaff.types import JSON
 from distaff_worker.engines import answers
 from distaff_worker.engines.discovery import ASK_TIMEOUT_S, check_vocabulary, discover, without_tokens
-from distaff_worker.engines.http import HttpPool, describe, read_json
+from distaff_worker.engines.http import HttpPool, describe, parse_json, read_body
 from distaff_worker.engines.protocol import EngineInfo, Generation
 
 GENERATE = "/inference/v1/generate"
@@ -52,6 +52,7 @@ class VllmEngine:
     ) -> Generation:
         """See `protocol.TokenEngine`. max_tokens is cut to what the context leaves."""
         limit = room(len(prompt_ids), max_tokens=max_tokens, context=self._max_context_tokens)
+        await self._pool.turnstile.turn()
         body = self._body(prompt_ids, max_tokens=limit, sampling=sampling)
         return await self._pool.post(GENERATE, body, session=session, read=self._read)
 
@@ -77,7 +78,9 @@ class VllmEngine:
 
     async def _read(self, response: aiohttp.ClientResponse) -> Generation:
         where = describe(response)
-        document = await read_json(response)
+        content = await read_body(response)
+        await self._pool.turnstile.turn()
+        document = parse_json(content, where=where)
         choice = answers.only_choice(document, where=where)
         answers.check_model(document.get("model"), self._model, where=where)
         ids = choice.get("token_ids")
