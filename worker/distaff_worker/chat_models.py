@@ -158,7 +158,8 @@ class TokenChatModel(_Counted):
             prompt_ids, max_tokens=self._room(len(prompt_ids)), sampling=parameters, session=self._session
         )
         seconds = time.monotonic() - began
-        if any(not 0 <= token < self._renderer.vocab_size for token in generation.token_ids):
+        ids = generation.token_ids
+        if ids and not 0 <= min(ids) <= max(ids) < self._renderer.vocab_size:
             raise EngineAnswerError(
                 f"the engine sampled a token outside the vocabulary of {self._renderer.name} "
                 f"({self._renderer.vocab_size} ids): set tokenizer.name to the tokenizer of the model it serves"
