@@ -5,7 +5,7 @@ import pkgutil
 import sys
 
 FORBIDDEN = {"rq", "verifiers", "openai", "transformers", "pydantic", "structlog", "zstandard"}
-BASE = ["types", "errors", "keys", "wire", "consumer", "aconsumer", "policy", "clients"]
+BASE = ["types", "errors", "keys", "wire", "consumer", "aconsumer", "policy", "clients", "scripts", "runs"]
 
 
 def main() -> None:
