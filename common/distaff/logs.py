@@ -159,6 +159,7 @@ def _install(handler: logging.Handler, level: int) -> None:
             root.removeHandler(old)
         if isinstance(old, _PipeHandler):
             old.pipe.close()
+    handler.setLevel(level)  # some libraries give their own loggers a lower level
     root.addHandler(handler)
     root.setLevel(level)
     for name in CHATTY:

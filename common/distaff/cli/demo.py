@@ -18,20 +18,17 @@ from typing import Any
 from distaff.cli.demo_report import Summary, print_report, read_groups, summarize
 from distaff.cli.screen import Screen
 from distaff.cli.signals import INTERRUPTED, StopSignal
-from distaff.cli.supervise import Farm, standing
+from distaff.cli.supervise import Farm, sink_of, standing, with_readable_logs
 from distaff.cli.tree import Child, Tree
 from distaff.clients import connect
-from distaff.errors import ConfigurationError, DistaffError
+from distaff.errors import ConfigurationError
+from distaff.runs import RunState
 from distaff.settings import RUNS_DIRECTORY, Settings
 from distaff.types import Mode
 
 MODES: tuple[Mode, ...] = ("rl", "sft")
 ENGINE_START_S = 120.0
 GROUPS, QUICK_GROUPS, GROUP_SIZE = 8, 3, 4
-
-
-class DemoFailed(DistaffError):
-    """A part of the demo ended with an error, which it has shown itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +44,7 @@ class Engine:
 def demo(settings: Settings, *, quick: bool) -> int:
     """Run it all and print the table. Raises ConfigurationError when an extra is missing."""
     tokenizer = _tokenizer_folder()
+    settings = with_readable_logs(settings)
     folder = RUNS_DIRECTORY / "demo" / time.strftime("%Y%m%d-%H%M%S")
     lines: list[str] = []
 
@@ -57,7 +55,7 @@ def demo(settings: Settings, *, quick: bool) -> int:
     with (
         Screen(settings.log) as screen,
         StopSignal(raise_on_second=False) as stop,
-        Tree(keep if settings.log.level == "warning" else lambda name, line: screen.line(f"{name} | {line}")) as tree,
+        Tree(keep if settings.log.level == "warning" else sink_of(screen, settings)) as tree,
     ):
         farm = Farm(tree, stop, url=settings.redis_url)
         engine = _start_engine(tree, stop, tokenizer)
@@ -83,11 +81,15 @@ def _play(farm: Farm, plans: dict[Mode, Settings], screen: Screen) -> int:
                 client,
                 plan,
                 ["archive", "--quiet"],
-                lambda state, plan=plan, began=began: screen.show(standing(plan, state, began)),  # type: ignore[misc]
+                show=_shower(screen, plan, began),
             )
             if code:
                 return code
     return 0
+
+
+def _shower(screen: Screen, plan: Settings, began: float) -> Callable[[RunState], None]:
+    return lambda state: screen.show(standing(plan, state, began))
 
 
 def demo_settings(settings: Settings, mode: Mode, engine: Engine, folder: Path, *, quick: bool) -> Settings:

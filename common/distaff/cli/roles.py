@@ -6,9 +6,9 @@ Invariant: a role is imported by name when its command runs, never before: the o
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from distaff.cli.screen import Screen, Standing, say
@@ -52,7 +52,7 @@ def produce(settings: Settings, *, quiet: bool) -> int:
             stop=stop,
         )
 
-    return _run_role(settings, work, _produced, quiet=quiet)
+    return _run_role(settings, work, _produced, _production, quiet=quiet)
 
 
 def archive(settings: Settings, *, quiet: bool) -> int:
@@ -61,10 +61,15 @@ def archive(settings: Settings, *, quiet: bool) -> int:
 
     def work(progress: Callable[[Any], None], stop: threading.Event) -> Any:
         return module.run(
-            settings.run.name, redis_url=settings.redis_url, archive=settings.archive, progress=progress, stop=stop
+            settings.run.name,
+            redis_url=settings.redis_url,
+            archive=settings.archive,
+            progress=progress,
+            stop=stop,
+            allow_unprotected=settings.allow_unprotected,
         )
 
-    return _run_role(settings, work, _archived, quiet=quiet)
+    return _run_role(settings, work, _advanced, _own_words, quiet=quiet)
 
 
 def report(settings: Settings, *, quiet: bool) -> int:
@@ -73,14 +78,22 @@ def report(settings: Settings, *, quiet: bool) -> int:
 
     def work(progress: Callable[[Any], None], stop: threading.Event) -> Any:
         return module.run(
-            settings.run.name, redis_url=settings.redis_url, evaluate=settings.evaluate, progress=progress, stop=stop
+            settings.run.name,
+            redis_url=settings.redis_url,
+            evaluate=settings.evaluate,
+            progress=progress,
+            stop=stop,
+            allow_unprotected=settings.allow_unprotected,
         )
 
-    return _run_role(settings, work, _advanced, quiet=quiet)
+    return _run_role(settings, work, _advanced, _own_words, quiet=quiet, always_say=True)
 
 
 def work(settings: Settings) -> int:
     """One worker process, until it is told to stop. It handles signals itself."""
+    os.environ.setdefault(
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
+    )  # it advises to install PyTorch, which a worker has no use for
     module = role("distaff_worker.command", command="work", extra="worker")
     with Screen(settings.log, quiet=True):
         return int(module.run(settings))
@@ -90,8 +103,10 @@ def _run_role(
     settings: Settings,
     work: Callable[[Callable[[Any], None], threading.Event], Any],
     standing: Callable[[Any], Standing],
+    words: Callable[[Any], str],
     *,
     quiet: bool,
+    always_say: bool = False,
 ) -> int:
     begun = threading.Event()
 
@@ -107,23 +122,23 @@ def _run_role(
             if begun.is_set():
                 raise FailedLater(error) from error
             raise
-    if not quiet:
-        say(summary(result))
+    if always_say or not quiet:
+        say(words(result))
     return stop.exit_code if stop.event.is_set() else 0
 
 
-def summary(report: Any) -> str:
-    """A report in words: its own, where it has them, else its fields."""
-    own = getattr(report, "summary", None)
-    if callable(own):
-        return str(own())
-    if not is_dataclass(report) or isinstance(report, type):
-        return str(report)
-    return "  ".join(f"{name} {_short(value)}" for name, value in asdict(report).items() if not isinstance(value, dict))
+def _own_words(report: Any) -> str:
+    return str(report.summary())
 
 
-def _short(value: Any) -> str:
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
+def _production(report: Any) -> str:
+    """A ProduceReport in words."""
+    state = "closed" if report.closed else "stopped; run the same command again to go on"
+    others = f", {report.elsewhere} by another producer" if report.elsewhere else ""
+    return (
+        f"run {report.run}: {report.admitted} items admitted in {report.seconds:.1f} s{others}; "
+        f"{report.already_there} were there already, {report.total} in all; {state}"
+    )
 
 
 def _produced(progress: Any) -> Standing:
@@ -131,15 +146,5 @@ def _produced(progress: Any) -> Standing:
     return Standing(f"produce {progress.run}", progress.admitted, progress.target, note)
 
 
-def _archived(progress: Any) -> Standing:
-    return _advanced(progress)
-
-
 def _advanced(progress: Any) -> Standing:
-    """What consumers report: `label`, `done`, `total`, `note`."""
-    return Standing(
-        str(getattr(progress, "label", "groups")),
-        int(getattr(progress, "done", getattr(progress, "groups", 0))),
-        getattr(progress, "total", None),
-        str(getattr(progress, "note", "")),
-    )
+    return Standing(progress.label, progress.done, progress.total, progress.note)

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,9 @@ from distaff.cli.declared import PREFIX, key_of, sections
 from distaff.cli.embedded import start_redis
 from distaff.cli.screen import Screen, Standing, say
 from distaff.cli.signals import INTERRUPTED, StopSignal
-from distaff.cli.tree import Child, Tree
+from distaff.cli.tree import Child, Sink, Tree
 from distaff.clients import connect, ping
+from distaff.keys import RunKeys
 from distaff.runs import RunState, read_state
 from distaff.settings import Settings
 
@@ -31,6 +33,7 @@ EMBEDDED_DRAIN_S = 3.0
 FAILED = 1
 GRACE_S = 5.0
 """Above the workers' drain time, to write and close."""
+MAX_DEAD_READ = 1_000
 MAX_RESTARTS = 10
 """Of workers that were killed (out of memory, a crash in native code), in one run."""
 
@@ -41,38 +44,66 @@ class Ended:
 
     code: int
     state: RunState | None
+    dead: list[str]
+    """What became of the items that were given up, a line for each of the most frequent reasons."""
     seconds: float
 
 
 def run(settings: Settings) -> int:
     """Produce, play and archive a run."""
-    ended = supervise(settings, consumer=["archive", "--quiet"])
-    if ended.code == 0 and ended.state is not None:
+    ended = supervise(settings, ["archive", "--quiet"])
+    if ended.state is not None and ended.code in (0, FAILED):
         say(run_summary(settings, ended))
     return ended.code
 
 
 def evaluate(settings: Settings) -> int:
-    """Produce and play the eval split, and write the report."""
-    return supervise(settings, consumer=["evaluate", "--attach"]).code
+    """Produce and play the eval split; the consumer prints the report."""
+    ended = supervise(settings, ["evaluate", "--attach", "--quiet"], own_output=True)
+    if ended.code == FAILED:
+        say(dead_summary(ended))
+    return ended.code
 
 
-def supervise(settings: Settings, *, consumer: Sequence[str]) -> Ended:
+def supervise(settings: Settings, consumer: Sequence[str], *, own_output: bool = False) -> Ended:
     """Run the tree until its end. Raises ConfigurationError, RedisUnavailable before anything was started."""
     began = time.monotonic()
+    settings = with_readable_logs(settings)
     with (
         Screen(settings.log) as screen,
         StopSignal(raise_on_second=False) as stop,
-        Tree(lambda name, line: screen.line(f"{name} | {line}")) as tree,
+        Tree(sink_of(screen, settings)) as tree,
     ):
         farm = Farm(tree, stop, url=settings.redis_url)
         with connect(farm.url, client_name="distaff-run") as client:
             ping(client, farm.url)
             farm.start_workers(settings)
-            code = farm.play(client, settings, consumer, lambda state: screen.show(standing(settings, state, began)))
+            code = farm.play(
+                client,
+                settings,
+                consumer,
+                own_output=own_output,
+                show=lambda state: screen.show(standing(settings, state, began)),
+            )
             farm.end()
-            state = _read(client, settings.run.name)
-    return Ended(code=code, state=state, seconds=time.monotonic() - began)
+            state, dead = _read(client, settings.run.name), read_dead(client, settings.run.name)
+    if code == 0 and state is not None and not state.emitted and state.dead:
+        code = FAILED
+    return Ended(code=code, state=state, dead=dead, seconds=time.monotonic() - began)
+
+
+def with_readable_logs(settings: Settings) -> Settings:
+    """Log lines of several processes on one screen: for people, unless JSON was asked for."""
+    if settings.log.format != "auto":
+        return settings
+    return settings.model_copy(update={"log": settings.log.model_copy(update={"format": "console"})})
+
+
+def sink_of(screen: Screen, settings: Settings) -> Sink:
+    """Where children's lines go: with their name before them, or as they are when they are JSON."""
+    if settings.log.format == "json":
+        return lambda _name, line: screen.line(line)
+    return lambda name, line: screen.line(f"{name} | {line}")
 
 
 class Farm:
@@ -105,7 +136,13 @@ class Farm:
             self._start_worker()
 
     def play(
-        self, client: redis.Redis, settings: Settings, consumer: Sequence[str], show: Callable[[RunState], None]
+        self,
+        client: redis.Redis,
+        settings: Settings,
+        consumer: Sequence[str],
+        *,
+        show: Callable[[RunState], None],
+        own_output: bool = False,
     ) -> int:
         """Produce one run and consume it to its end; returns the exit code of the whole.
 
@@ -123,7 +160,7 @@ class Farm:
             if state is not None:
                 show(state)
                 if reader is None:
-                    reader = self._role(consumer[0], consumer, file, own_output="--quiet" not in consumer)
+                    reader = self._role(consumer[0], consumer, file, own_output=own_output)
             if reader is not None and reader.code == 0:
                 return 0
             time.sleep(POLL_S)
@@ -209,14 +246,34 @@ def standing(settings: Settings, state: RunState, began: float) -> Standing:
     return Standing(f"run {settings.run.name}", state.settled, total, ", ".join(parts))
 
 
+def read_dead(client: redis.Redis, run: str) -> list[str]:
+    """The most frequent reasons for dead letters, a line each; an embedded Redis takes the letters with it."""
+    reasons: Counter[str] = Counter()
+    try:
+        for _, raw in client.hscan_iter(RunKeys(run).dead, count=100):
+            letter = json.loads(raw)
+            reasons[f"{letter['kind']} ({letter['boundary']}): {letter['message'][:300]}"] += 1
+            if reasons.total() >= MAX_DEAD_READ:
+                break
+    except (redis.exceptions.RedisError, OSError):
+        return []
+    return [f"{count} x {reason}" for reason, count in reasons.most_common(3)]
+
+
 def run_summary(settings: Settings, ended: Ended) -> str:
     """What `distaff run` says at the end."""
     state = ended.state
     if state is None:
         return ""
     mean = f"{state.reward_sum / state.reward_count:.3f}" if state.reward_count else "none"
-    return (
+    text = (
         f"run {settings.run.name}: {state.emitted} groups, {state.rollouts} rollouts, {state.samples} samples, "
         f"{state.tokens} tokens ({state.trained_tokens} trained), mean reward {mean}, {state.dead} dead letters, "
         f"{ended.seconds:.1f} s\narchive: {settings.archive.folder(settings.run.name)}"
     )
+    return "\n".join([text, dead_summary(ended)]) if ended.dead else text
+
+
+def dead_summary(ended: Ended) -> str:
+    """Why items were given up."""
+    return "\n".join(["dead letters:", *(f"  {line}" for line in ended.dead)])
