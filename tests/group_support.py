@@ -149,8 +149,8 @@ def append_groups(
         ids.append(entry_id.decode() if isinstance(entry_id, bytes) else str(entry_id))
         client.hincrby(keys.state, "admitted", 1)
         client.hincrby(keys.state, "emitted", 1)
-        client.hset(keys.state, "status", "closed" if close else "open")
         client.hsetnx(keys.state, "opened", "1790000000.0")
+    client.hset(keys.state, "status", "closed" if close else "open")
     return ids
 
 

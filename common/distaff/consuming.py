@@ -95,16 +95,26 @@ class ConsumerCore:
 
     def join(self) -> Steps[None]:
         """Create the consumer group unless it is there: from now on nothing is freed before this group acknowledged it."""
-        try:
-            yield from self._reliable(
-                Call("xgroup_create", (self._keys.groups, self.group, self._start), {"mkstream": True})
-            )
-        except exceptions.ResponseError as error:
-            if not str(error).startswith("BUSYGROUP"):
-                raise
+        # Looked for first, because a full Redis refuses XGROUP CREATE even where there is nothing to create.
+        if not (yield from self._group_exists()):
+            create = Call("xgroup_create", (self._keys.groups, self.group, self._start), {"mkstream": True})
+            try:
+                yield from self._reliable(create)
+            except exceptions.ResponseError as error:
+                if not str(error).startswith("BUSYGROUP"):
+                    raise
         if self._opened is None:
             (self._opened,) = yield from self._reliable(Call("hmget", (self._keys.state, ["opened"])))
         self._joined = True
+
+    def _group_exists(self) -> Steps[bool]:
+        try:
+            rows = yield from self._reliable(Call("xinfo_groups", (self._keys.groups,)))
+        except exceptions.ResponseError as error:
+            if "no such key" not in str(error):
+                raise
+            return False
+        return any(_id(row["name"]) == self.group for row in rows)
 
     def next_delivery(self) -> Steps[Delivery | None]:
         """The next group, or None at the end of the run."""
@@ -246,13 +256,17 @@ class ConsumerCore:
         return group
 
     def _park(self, entry_id: str, reason: str) -> Steps[None]:
-        parked = yield from self._reliable(
-            RunScript(
-                "park",
-                [self._keys.groups, self._keys.parked(self.group)],
-                [self.group, entry_id, self.name, reason.replace("\n", " ")[:500].encode("utf-8", "replace")],
+        text = reason.replace("\n", " ")[:500].encode("utf-8", "replace")
+        keys = [self._keys.groups, self._keys.parked(self.group)]
+        try:
+            parked = yield from self._reliable(
+                RunScript("park", keys, [self.group, entry_id, self.name, text]), full=True
             )
-        )
+        except exceptions.OutOfMemoryError:
+            # Only acknowledging the groups behind it makes room: it stays pending and is tried again at the end.
+            log.warning("delivery.park_postponed run=%s group=%s entry=%s", self.run, self.group, entry_id)
+            yield Pause(self._block_s)
+            return
         self.parked += int(parked)
         log.warning("delivery.parked run=%s group=%s entry=%s reason=%s", self.run, self.group, entry_id, reason)
 
@@ -286,8 +300,11 @@ class ConsumerCore:
 
     # Redis, present or not
 
-    def _reliable(self, step: Call | RunScript) -> Steps[Any]:
-        """The reply to `step`, repeated until Redis answers; every step we send may be repeated."""
+    def _reliable(self, step: Call | RunScript, *, full: bool = False) -> Steps[Any]:
+        """The reply to `step`, repeated until Redis answers; every step we send may be repeated.
+
+        full: let OutOfMemoryError through, which is otherwise waited out.
+        """
         gave_up, pause = None, _FIRST_PAUSE_S
         while True:
             try:
@@ -302,7 +319,8 @@ class ConsumerCore:
                 if str(error).startswith("NOGROUP"):
                     yield from self._rejoin()
                     continue
-                if not str(error).startswith(_RETRIED_REPLIES):
+                is_full = isinstance(error, exceptions.OutOfMemoryError)
+                if (is_full and full) or not (is_full or str(error).startswith(_RETRIED_REPLIES)):
                     raise
                 problem = error
             self._failures += 1
@@ -310,8 +328,8 @@ class ConsumerCore:
             gave_up = gave_up or now + self._reconnect_s
             if now >= gave_up:
                 raise RedisUnavailable(
-                    f"Redis was away for more than {self._reconnect_s:g} s ({type(problem).__name__}); nothing is lost: start the "
-                    "consumer again when it is back, or raise reconnect_s"
+                    f"Redis gave no usable answer for more than {self._reconnect_s:g} s ({type(problem).__name__}); nothing is lost: "
+                    "start the consumer again when it is back, or raise reconnect_s"
                 ) from None
             yield Pause(pause * (0.5 + random.random()))  # noqa: S311 - jitter
             pause = min(pause * 2, _LONGEST_PAUSE_S)

@@ -1,6 +1,5 @@
 -- Acknowledge entries of the group stream, then free what every consumer group of it has acknowledged.
--- Frees only a prefix: entries before the first one that any group has not read or has read and not acknowledged. A group
--- created later sees what is left.
+-- Never frees what some group has not read, or has read and not acknowledged; a group created later sees what is left.
 -- KEYS[1]  group stream
 -- ARGV[1]  name of the consumer group that acknowledges
 -- ARGV[2..] ids of the entries to acknowledge; may be none
@@ -28,18 +27,33 @@ local function after(id)
   return ms .. '-' .. string.format('%.0f', tonumber(n) + 1)
 end
 
-local first -- the first entry that some group still needs
+-- What lies before the first entry that some group still needs goes in one trim.
+local groups, first = {}, nil
 for _, info in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
-  local name, delivered
-  for i = 1, #info, 2 do
-    if info[i] == 'name' then name = info[i + 1] end
-    if info[i] == 'last-delivered-id' then delivered = info[i + 1] end
-  end
-  local pending = redis.call('XPENDING', KEYS[1], name, '-', '+', 1)
-  local needed = pending[1] and pending[1][1] or after(delivered)
+  local group = {}
+  for i = 1, #info, 2 do group[info[i]] = info[i + 1] end
+  groups[#groups + 1] = group
+  local pending = redis.call('XPENDING', KEYS[1], group.name, '-', '+', 1)
+  local needed = pending[1] and pending[1][1] or after(group['last-delivered-id'])
   if first == nil or earlier(needed, first) then first = needed end
 end
 if first == nil then
   return {acknowledged, 0}
 end
-return {acknowledged, redis.call('XTRIM', KEYS[1], 'MINID', '=', first)}
+local freed = redis.call('XTRIM', KEYS[1], 'MINID', '=', first)
+
+-- Of the entries behind it those that were acknowledged just now may be free as well.
+local function needed_by_none(id)
+  for _, group in ipairs(groups) do
+    if earlier(group['last-delivered-id'], id) or #redis.call('XPENDING', KEYS[1], group.name, id, id, 1) > 0 then
+      return false
+    end
+  end
+  return true
+end
+for i = 2, #ARGV do
+  if not earlier(ARGV[i], first) and needed_by_none(ARGV[i]) then
+    freed = freed + redis.call('XDEL', KEYS[1], ARGV[i])
+  end
+end
+return {acknowledged, freed}
