@@ -5,20 +5,29 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 import statistics
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
+from distaff.errors import ConfigurationError
+from distaff.keys import RunKeys
+from distaff.settings import EvaluateSection
 from distaff.types import JSON, RolloutFailure, ScoredGroup
+from distaff_consumer import evaluate_command
+from distaff_consumer.errors import ArchiveError
 from distaff_consumer.estimates import estimate, pass_at, standard_error
 from distaff_consumer.evaluate import ItemResult, metrics
+from distaff_consumer.evaluate_command import EvaluationReport
 from distaff_consumer.report import render_metrics
 from distaff_consumer.rows import gold_answer, question, task_name
 from distaff_consumer.samples import samples_of, write_samples
-from tests.group_support import make_group
+from tests.group_support import append_groups, make_group
 
 CONFIG = {
     "run": {"mode": "eval"},
@@ -200,3 +209,100 @@ def test_the_table_shows_scores_and_dead_letters() -> None:
     shown = render_metrics(numbers([group(0, [1.0, 0.0]), group(1, [1.0, 1.0])], [letter(2)]), width=160)
     for text in ("small-model", "arithmetic 0.1.0", "0.7500", "pass@2", "correct", "1 timeout", "max_turns_reached"):
         assert text in shown
+
+
+KEYS = RunKeys("run")
+
+
+def publish(client: redis.Redis, groups: list[ScoredGroup], letters: list[dict[str, JSON]]) -> None:
+    """An evaluation as producer and workers leave it, still open."""
+    client.set(KEYS.config, json.dumps(CONFIG))
+    append_groups(client, groups, close=False)
+    for one in letters:
+        client.hset(KEYS.dead, str(one["item"]["seq"]), json.dumps(one))
+        client.hincrby(KEYS.state, "admitted", 1)
+        client.hincrby(KEYS.state, "dead", 1)
+
+
+def close(client: redis.Redis) -> None:
+    client.hset(KEYS.state, "status", "closed")
+
+
+def evaluate(url: str, directory: Path, **options: Any) -> EvaluationReport:
+    section = EvaluateSection(directory=str(directory))
+    return evaluate_command.run("run", redis_url=url, evaluate=section, **options)
+
+
+def test_an_evaluation_writes_numbers_and_samples(redis_url: str, client: redis.Redis, tmp_path: Path) -> None:
+    """The files hold every group in the order of the items, whatever the order of arrival; the table names them."""
+    groups = [group(seq, [1.0, 0.0] if seq % 2 else [1.0, None]) for seq in range(10)]
+    publish(client, groups[::-1], [letter(10)])
+    close(client)
+    report = evaluate(redis_url, tmp_path)
+    assert report.ended
+    written = json.loads((tmp_path / "metrics.json").read_text())
+    assert written == report.metrics == numbers(groups, [letter(10)]) | {"times": written["times"]}
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_bytes().splitlines()]
+    assert [(sample["seq"], sample["rollout"]) for sample in samples] == [(n // 2, n % 2) for n in range(20)]
+    assert client.xlen(KEYS.groups) == 0
+    shown = report.summary()
+    assert "0.7500" in shown
+    assert str(tmp_path / "metrics.json") in shown
+
+
+def test_an_interrupted_evaluation_goes_on_and_gives_the_same_bytes(
+    redis_url: str, client: redis.Redis, tmp_path: Path
+) -> None:
+    """Stop and resume = one run: metrics.json and samples.jsonl are those of an evaluation that was not interrupted."""
+    groups = [group(seq, [float(seq % 3), 1.0]) for seq in range(12)]
+    publish(client, groups[7:], [])
+    stopped = threading.Event()
+    report = evaluate(
+        redis_url, tmp_path / "a", stop=stopped, progress=lambda at: stopped.set() if at.done == 5 else None
+    )
+    assert not report.ended
+    assert "run the same command again" in report.summary()
+    assert not (tmp_path / "a" / "metrics.json").exists()
+    publish(client, groups[:7], [])
+    close(client)
+    assert evaluate(redis_url, tmp_path / "a").ended
+    again = {name: (tmp_path / "a" / name).read_bytes() for name in ("metrics.json", "samples.jsonl")}
+
+    client.flushall()
+    publish(client, groups, [])
+    close(client)
+    evaluate(redis_url, tmp_path / "b")
+    assert {name: (tmp_path / "b" / name).read_bytes() for name in again} == again
+
+
+def test_a_finished_evaluation_can_be_reported_again(redis_url: str, client: redis.Redis, tmp_path: Path) -> None:
+    """The report is made from the files that are there; a lost samples.jsonl comes back."""
+    publish(client, [group(seq, [1.0]) for seq in range(3)], [])
+    close(client)
+    evaluate(redis_url, tmp_path)
+    before = (tmp_path / "samples.jsonl").read_bytes()
+    (tmp_path / "samples.jsonl").unlink()
+    evaluate(redis_url, tmp_path)
+    assert (tmp_path / "samples.jsonl").read_bytes() == before
+
+
+def test_a_report_with_groups_missing_is_refused(redis_url: str, client: redis.Redis, tmp_path: Path) -> None:
+    """Groups that were acknowledged into a directory that is gone cannot be reported on; nothing is made up."""
+    publish(client, [group(seq, [1.0]) for seq in range(3)], [])
+    close(client)
+    evaluate(redis_url, tmp_path / "a")
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(ArchiveError, match="holds 0 of the 3 groups"):
+        evaluate(redis_url, tmp_path / "a")
+    assert not (tmp_path / "a" / "metrics.json").exists()
+
+
+def test_an_evaluation_in_the_directory_of_another_is_refused(
+    redis_url: str, client: redis.Redis, tmp_path: Path
+) -> None:
+    """The groups of two evaluations are never mixed."""
+    publish(client, [group(0, [1.0])], [])
+    close(client)
+    evaluate(redis_url, tmp_path)
+    with pytest.raises(ConfigurationError, match="run 'run', not of 'other'"):
+        evaluate_command.run("other", redis_url=redis_url, evaluate=EvaluateSection(directory=str(tmp_path)))

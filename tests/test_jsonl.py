@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import resource
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +19,8 @@ from distaff_consumer.errors import ArchiveError
 from distaff_consumer.ids import GroupIds, SeqRanges
 from distaff_consumer.jsonl import JsonlWriter, read_archive
 from distaff_consumer.segments import Compression, segments
+from tests.archive_process import start_writer
+from tests.archive_support import mounted_disk
 
 COMPRESSIONS: list[Compression] = ["none", "zstd"]
 every_compression = pytest.mark.parametrize("compression", COMPRESSIONS)
@@ -165,17 +165,16 @@ def test_a_torn_file_that_is_not_the_newest_is_an_error(tmp_path: Path, compress
 
 def test_a_second_writer_is_refused_in_one_line_that_names_the_first(tmp_path: Path) -> None:
     """Another process gets one line with the holder's pid and host; the directory is free again when the holder is gone."""
-    holder = _writer_process(tmp_path, "none")
+    holder = start_writer(tmp_path, "none")
     try:
-        assert holder.stdout is not None
-        holder.stdout.readline()
+        assert holder.promised()
         with pytest.raises(ConfigurationError) as refused:
             JsonlWriter(tmp_path, rotate_bytes=1 << 20)
         message = str(refused.value)
-        assert f"process {holder.pid} on " in message
+        assert f"process {holder.process.pid} on " in message
         assert "\n" not in message
     finally:
-        _kill(holder)
+        holder.kill()
     JsonlWriter(tmp_path, rotate_bytes=1 << 20).close()
 
 
@@ -194,12 +193,11 @@ def test_a_writer_killed_at_random_moments_keeps_what_it_promised(tmp_path: Path
     moments = random.Random(compression)
     promised: set[str] = set()
     for _ in range(10):
-        process = _writer_process(tmp_path, compression)
-        assert process.stdout is not None
-        first = process.stdout.readline()
+        writing = start_writer(tmp_path, compression)
+        promised.update(writing.promised())
         time.sleep(moments.random() * 0.02)
-        _kill(process)
-        promised |= {first.strip(), *process.stdout.read().split("\n")[:-1]}
+        writing.kill()
+        promised.update(writing.promised())
         found = ids_of(tmp_path)
         assert len(found) == len(set(found))
         assert promised <= set(found)
@@ -210,15 +208,7 @@ def test_a_writer_killed_at_random_moments_keeps_what_it_promised(tmp_path: Path
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
-    mounted = tmp_path / "disk"
-    mounted.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mounted)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting is not permitted here")
-    try:
-        yield mounted
-    finally:
-        subprocess.run(["umount", str(mounted)], check=True)
+    yield from mounted_disk(tmp_path)
 
 
 @every_compression
@@ -319,13 +309,3 @@ def _fill(writer: JsonlWriter, synced: list[str]) -> None:
         writer.append(group_id, {"text": texts.randbytes(600).hex()})
         if writer.sync():
             synced.append(group_id)
-
-
-def _writer_process(directory: Path, compression: Compression) -> subprocess.Popen[str]:
-    command = [sys.executable, str(Path(__file__).with_name("archive_process.py")), str(directory), compression]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait(10)

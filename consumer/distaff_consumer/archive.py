@@ -105,6 +105,8 @@ class Archiver:
                 for delivery in self._consumer:
                     self._take(delivery)
                 self._flush()
+                self._refresh()
+                self._show()
             except Stopped:
                 self._flush_last()
                 return False
@@ -152,7 +154,7 @@ class Archiver:
         except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
             log.debug("run.unread", run=self._run, reason=redact(str(error)))
             return
-        if state is not None:
+        if state is not None and state.opened:
             self._owner.check(state.opened)
             self._state = state
 
