@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from transformers import AutoTokenizer
 
 from distaff.clients import connect
 from distaff.config import RunConfig
@@ -27,13 +28,27 @@ from distaff_worker.job import GroupPlayer
 from distaff_worker.metrics import Metrics
 from distaff_worker.service import Service, ServiceOptions
 from distaff_worker.warm import WarmRuns
+from tests.scripted_engine import Answer
 from tests.worker_support import POOL, until
+
+EOS = 2
 
 
 @cache
 def tokenizer_dir() -> str:
     """The demo model's tokenizer, built once a machine."""
     return str(demo_tokenizer_dir(Path(tempfile.gettempdir()) / "distaff-tests"))
+
+
+@cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(tokenizer_dir())
+
+
+def says(text: str, *, logprob: float = -0.25) -> Answer:
+    """An answer of both kinds of routes: the text, and its tokens with the stop token."""
+    ids = [*tokenizer()(text, add_special_tokens=False).input_ids, EOS]
+    return Answer(token_ids=ids, text=text, logprobs=[logprob] * len(ids))
 
 
 def run_config(engine_url: str, *, name: str = "run-1", **sections: dict[str, Any]) -> RunConfig:

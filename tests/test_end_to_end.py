@@ -7,13 +7,11 @@ import json
 import random
 import re
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import redis
-from transformers import AutoTokenizer
 
 from distaff.clients import connect
 from distaff.errors import FatalRun
@@ -26,26 +24,14 @@ from tests.farm_support import (
     play_to_the_end,
     produce,
     run_config,
+    says,
     settled,
-    tokenizer_dir,
+    tokenizer,
     work_until_it_ends,
     working_on,
 )
 from tests.scripted_engine import Answer, Ask, Reply, ScriptedEngine, status
 from tests.worker_support import check_oracle, until
-
-EOS = 2
-
-
-@cache
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(tokenizer_dir())
-
-
-def says(text: str, *, logprob: float = -0.25) -> Answer:
-    """An answer of both kinds of routes: the text, and its tokens with the stop token."""
-    ids = [*tokenizer()(text, add_special_tokens=False).input_ids, EOS]
-    return Answer(token_ids=ids, text=text, logprobs=[logprob] * len(ids))
 
 
 def is_probe(ask: Ask) -> bool:

@@ -14,7 +14,8 @@ from distaff_worker.leases import Counts, Lease
 class Emit:
     """A scored group, encoded."""
 
-    fields: Mapping[str, Any]
+    fields: Mapping[Any, Any]
+    """Of the stream entry."""
     counts: Counts
     size_bytes: int
     reward_mean: float

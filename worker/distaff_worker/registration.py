@@ -52,21 +52,22 @@ class Registration(BaseWorker):
 
     def birth(self) -> None:
         """Register and subscribe. Raises ValueError when a live worker has this name, redis.RedisError."""
-        self.register_birth()
+        self.register_birth()  # type: ignore[no-untyped-call]
         self.connection.expire(self.key, self._ttl_s)
         self.subscribe()
         self.set_state(WorkerStatus.IDLE)
 
     def death(self) -> None:
-        self.register_death()
-        self.unsubscribe()
+        self.register_death()  # type: ignore[no-untyped-call]
+        self.unsubscribe()  # type: ignore[no-untyped-call]
 
     def announce(self, extra: Mapping[str, Any]) -> None:
         """Refresh the heartbeat and our own fields; register again when the hash had expired. Raises redis.RedisError."""
         self.last_heartbeat = now()
         with self.connection.pipeline(transaction=False) as pipeline:
             pipeline.hexists(self.key, "birth")
-            pipeline.hset(self.key, mapping={"last_heartbeat": utcformat(self.last_heartbeat), **extra})
+            fields: dict[Any, Any] = {"last_heartbeat": utcformat(self.last_heartbeat), **extra}
+            pipeline.hset(self.key, mapping=fields)
             pipeline.expire(self.key, self._ttl_s)
             known, *_ = pipeline.execute()
         if not known:
@@ -78,6 +79,13 @@ class Registration(BaseWorker):
             worker_registration.register(self, pipeline)
             pipeline.expire(self.key, self._ttl_s)
             pipeline.execute()
+
+    def subscribe(self) -> None:
+        """As RQ's, but the thread looks up every second, so that it ends when it is told to."""
+        commands: Any = self.connection.pubsub()  # type: ignore[no-untyped-call]
+        commands.subscribe(**{self.pubsub_channel_name: self.handle_payload})
+        self.pubsub, handler = commands, self._pubsub_exception_handler
+        self.pubsub_thread = commands.run_in_thread(sleep_time=0.5, daemon=True, exception_handler=handler)
 
     def handle_payload(self, message: dict[Any, Any]) -> None:
         payload = parse_payload(message)

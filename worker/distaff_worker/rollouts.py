@@ -70,11 +70,11 @@ class GroupRoller:
         self, run: WarmRun, models: dict[str, Model], item: RolloutItem, index: int, session: str, retry: int
     ) -> ModelFactory:
         base = run.config.sampling.seed
-        seed = None if base is None else derive_seed(base, item.seq, index, retry)
 
         def model_for(seat: str) -> ChatModel:
             if seat in models:
                 raise ValueError(f"a second model was asked for seat {seat!r} of one rollout")
+            seed = None if base is None else derive_seed(base, item.seq, index, retry, seat)
             models[seat] = self._model(run, f"{session}.{seat}" if seat else session, seed)
             return models[seat]
 

@@ -54,7 +54,7 @@ class Settler:
         self._bury: Script = client.register_script(scripts.load("bury"))
         self._release: Script = client.register_script(scripts.load("release"))
 
-    def emit(self, lease: Lease, fields: Mapping[str, Any], counts: Counts) -> Settlement:
+    def emit(self, lease: Lease, fields: Mapping[Any, Any], counts: Counts) -> Settlement:
         """Append the group to its run's stream and finish the job."""
         run, seq = _item_of(lease)
         flat = [part for pair in fields.items() for part in pair]

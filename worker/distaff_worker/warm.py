@@ -107,7 +107,7 @@ class WarmRuns:
         renderer = None
         if mode != "eval":
             renderer = await loop.run_in_executor(
-                self._tokenizing, lambda: open_renderer(config.tokenizer, config.engine.model)
+                self._tokenizing, lambda: open_renderer(config.tokenizer, config.engine.model, mode=mode)
             )
         token_engine: TokenEngine | None = None
         chat_engine: ChatEngine | None = None
