@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import random
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,9 +23,10 @@ from distaff.errors import (
     EngineUnavailable,
 )
 from distaff_worker.engines import open_chat_engine, open_token_engine
+from distaff_worker.engines.endpoints import Endpoints
 from distaff_worker.engines.protocol import ChatEngine, ChatReply, Generation, TokenEngine
 from distaff_worker.engines.turns import Turnstile
-from tests.scripted_answers import render_stream
+from tests.scripted_answers import render, render_stream
 from tests.scripted_engine import Answer, Ask, Fault, Reply, Script, ScriptedEngine, status
 
 KINDS = ("vllm", "llamacpp", "openai")
@@ -290,6 +292,9 @@ BAD_FOR_VLLM = {
     "no logprobs": Answer(mangle=_in_choice(logprobs=None)),
     "logprobs of other tokens": Answer(mangle=_in_choice(token_ids=[5, 6, 2, 7])),
     "no choices": Answer(mangle=_set(choices=[])),
+    "a number too large for a float": Fault(
+        body=render(Answer(logprobs=[-0.125] * 4), "/inference/v1/generate", "scripted").replace(b"-0.125", b"-1e999")
+    ),
     "two choices": Answer(mangle=lambda body: body | {"choices": body["choices"] * 2}),
 }
 BAD_FOR_LLAMACPP = {
@@ -533,6 +538,35 @@ async def test_one_sick_server_of_two_does_not_stop_the_run(fault: Fault | None)
     assert sick.count <= 4
 
 
+async def test_a_failed_request_is_repeated_on_the_other_server() -> None:
+    """One failure is no reason to leave a server alone, but the request itself goes elsewhere at once."""
+    async with ScriptedEngine(script=lambda ask: status(500)) as sick, ScriptedEngine() as well:
+        engine = open_token_engine(section(sick, well), vocab_size=100)
+        for n in range(100):
+            await ask_tokens(engine, session=f"s{n}")
+            if sick.count:
+                break
+        await engine.close()
+    assert sick.count == 1
+    assert well.count == n + 1
+
+
+def test_one_request_finds_out_whether_a_sick_server_has_recovered() -> None:
+    """The others stay away until that one was answered, or for another rest."""
+    now = 0.0
+    endpoints = Endpoints(["http://a", "http://b"], clock=lambda: now, rng=random.Random(0))
+    session = next(s for s in map(str, range(99)) if endpoints.choose(s).url == "http://a")
+    sick = endpoints.choose(session)
+    endpoints.failed(sick, connection=True)
+    assert endpoints.choose(session).url == "http://b"
+    now = 100.0
+    assert [endpoints.choose(session).url for _ in range(3)] == ["http://a", "http://b", "http://b"]
+    now = 200.0
+    assert endpoints.choose(session) is sick
+    endpoints.succeeded(sick)
+    assert [endpoints.choose(session).url for _ in range(3)] == ["http://a"] * 3
+
+
 async def test_a_recovered_server_gets_its_sessions_back() -> None:
     """After its rest one request tries it, and its success opens it to all."""
     healthy = False
@@ -642,11 +676,13 @@ async def test_no_error_text_repeats_the_key(
 
 async def test_a_password_in_the_url_is_in_no_error_text() -> None:
     """P28."""
-    engine = open_token_engine(section(f"http://user:canary@127.0.0.1:{_free_port()}"), vocab_size=100)
-    with pytest.raises(EngineUnavailable) as error:
+    engine = open_token_engine(section(f"http://user:canary@127.0.0.1:{_free_port()}", max_retries=1), vocab_size=100)
+    with pytest.raises(EngineUnavailable) as checked:
         await engine.check()
+    with pytest.raises(EngineUnavailable) as asked:
+        await ask_tokens(engine)
     await engine.close()
-    assert "canary" not in str(error.value)
+    assert "canary" not in str(checked.value) + str(asked.value)
 
 
 def test_a_key_variable_that_is_not_set_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
