@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -349,6 +350,46 @@ async def test_a_malformed_answer_is_a_typed_error(kind: str, reply: Reply, open
             await call()
         if kind == "openai":
             await chat.close()
+
+
+JUNK: list[Any] = [None, True, -1, 10**30, 0.5, "x", "", [], {}, [[]], [None], {"a": 1}, [1, "x"], {"error": {}}]
+
+
+def _damaged(value: Any, rng: random.Random) -> Any:
+    """A copy of a JSON value with one node, somewhere, replaced by junk or taken away."""
+    if isinstance(value, (dict, list)) and value and rng.random() < 0.85:
+        copy: Any = dict(value) if isinstance(value, dict) else list(value)
+        key = rng.choice(list(copy) if isinstance(copy, dict) else range(len(copy)))
+        if rng.random() < 0.1:
+            del copy[key]
+        else:
+            copy[key] = _damaged(copy[key], rng)
+        return copy
+    return rng.choice(JUNK)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_damaged_answer_is_a_good_one_or_a_typed_error(kind: str, opened: Open) -> None:
+    """P12: 300 answers, each damaged in one random place, never cause any other exception; seeds are numbers of requests."""
+    call_of = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+    def script(ask: Ask) -> Reply:
+        rng = random.Random(ask.number)
+        event = 0 if kind != "llamacpp" else rng.randrange(3)
+        seen = itertools.count()
+        return Answer(
+            token_ids=[5, 2],
+            tool_calls=[call_of],
+            reasoning="r",
+            policy_version="1",
+            mangle=lambda body: _damaged(body, rng) if next(seen) == event else body,
+        )
+
+    async with ScriptedEngine(script=script) as server:
+        call = opened(section(server, kind=kind, model="scripted"))
+        outcomes = await asyncio.gather(*(call() for _ in range(300)), return_exceptions=True)
+    assert [o for o in outcomes if isinstance(o, BaseException) and not isinstance(o, EngineError)] == []
+    assert any(isinstance(outcome, EngineAnswerError) for outcome in outcomes)
 
 
 async def test_a_misaligned_llamacpp_answer_is_asked_for_again_with_another_seed() -> None:

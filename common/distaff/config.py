@@ -72,7 +72,7 @@ class EngineSection(Section):
     max_retries: Annotated[int, Field(ge=0)] = 5
     """Of one request, on 429, 5xx and connection failures, with full jitter; Retry-After is honoured."""
     retry_budget_s: Seconds = 120.0
-    """Bound on one request with all its retries."""
+    """No retry begins later than this after the request was first sent."""
     start_timeout_s: Seconds = 60.0
     """How long a worker waits for an engine that does not answer yet."""
 
