@@ -28,7 +28,7 @@ from distaff.types import Mode
 
 MODES: tuple[Mode, ...] = ("rl", "sft")
 ENGINE_START_S = 120.0
-GROUPS, QUICK_GROUPS, GROUP_SIZE = 8, 3, 4
+GROUPS, QUICK_GROUPS, GROUP_SIZE = 6, 2, 4
 
 
 @dataclass(frozen=True, slots=True)

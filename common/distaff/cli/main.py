@@ -118,7 +118,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        if code == INTERRUPTED:
+            complain("interrupted")
+        return code
     except KeyboardInterrupt:
         complain("interrupted")
         return INTERRUPTED
