@@ -88,7 +88,7 @@ class ScriptedEngine:
         self.keep_records = keep_records
         self.ready_after_s = ready_after_s
         self.documents: dict[str, JSON] = {}
-        """GET path -> the document to answer instead of our own."""
+        """Path -> the document to answer instead of our own; not for the generation routes."""
         self.records: list[Record] = []
         self.paths: list[str] = []
         """Every request's path, the checks included."""

@@ -167,8 +167,17 @@ async def test_the_check_knows_model_and_context_of_a_slot(server: DemoEngine, e
     assert (info.model, info.max_context_tokens) == (MODEL_NAME, 512)
 
 
-async def test_a_tokenizer_of_another_model_is_found(server: DemoEngine) -> None:
-    """Qwen's 151,669 ids do not fit a model with 49,152."""
+async def test_a_tokenizer_of_another_model_is_found(server: DemoEngine, tokenizer: Any) -> None:
+    """Qwen's 151,669 ids do not fit a model with 49,152; one of the right size with other ids is found by them."""
+    right = open_token_engine(
+        section(server), vocab_size=VOCAB_SIZE, encode=lambda text: tokenizer.encode(text, add_special_tokens=False)
+    )
+    await right.check()
+    await right.close()
+    wrong = open_token_engine(section(server), vocab_size=VOCAB_SIZE, encode=lambda text: [ord(c) for c in text])
+    with pytest.raises(EngineRefused, match="does not fit"):
+        await wrong.check()
+    await wrong.close()
     opened = open_token_engine(section(server), vocab_size=151_669)
     with pytest.raises(EngineRefused, match="151669 ids but 'smollm2-135m'"):
         await opened.check()

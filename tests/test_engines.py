@@ -137,7 +137,7 @@ async def test_vllm_weight_versions_are_kept() -> None:
 
 async def test_llamacpp_stop_token_ids_end_the_completion_and_free_the_server() -> None:
     """The server does not know them: the engine stops reading at the first and closes the connection."""
-    events = render_stream(Answer(token_ids=[9, 8, 7]), "scripted")[:-1]
+    events = render_stream(Answer(token_ids=[9, 8, 7, 6]), "scripted")[:-1]
     endless = Fault(hang="drip", body=b"".join(events), drip_s=0.0001)
     async with ScriptedEngine(script=lambda ask: endless) as server:
         engine = open_token_engine(section(server, kind="llamacpp"), vocab_size=100)
@@ -146,6 +146,17 @@ async def test_llamacpp_stop_token_ids_end_the_completion_and_free_the_server() 
         await engine.close()
     assert (got.token_ids, got.finish_reason) == ([9, 8, 7], "stop")
     assert "stop_token_ids" not in server.records[0].ask.body
+
+
+async def test_llamacpp_stop_token_that_the_server_knows_ends_normally() -> None:
+    """The last event is read, so the connection is kept; a stop token as the last allowed one is a stop."""
+    answer = Answer(token_ids=[9, 2], finish_reason="length")
+    async with ScriptedEngine(script=lambda ask: answer) as server:
+        engine = open_token_engine(section(server, kind="llamacpp"), vocab_size=100)
+        got = await ask_tokens(engine, stop_token_ids=[2])
+        assert server.connections == 1
+        await engine.close()
+    assert (got.token_ids, got.finish_reason) == ([9, 2], "stop")
 
 
 async def test_llamacpp_refuses_stop_strings() -> None:
@@ -770,6 +781,20 @@ async def test_check_finds_a_tokenizer_of_another_model() -> None:
         server.documents["/v1/models"] = {"data": [{"id": "scripted", "meta": {"n_vocab": 90, "n_ctx": 64}}]}
         engine = open_token_engine(section(server, kind="llamacpp"), vocab_size=91)
         with pytest.raises(EngineRefused, match=r"91 ids.*has 90.*tokenizer\.name"):
+            await engine.check()
+        await engine.close()
+
+
+@pytest.mark.parametrize("kind", TOKEN_KINDS)
+async def test_check_finds_a_tokenizer_that_gives_other_ids(kind: str) -> None:
+    """The server's /tokenize decides, where it has one."""
+    async with ScriptedEngine() as server:
+        engine = open_token_engine(section(server, kind=kind), vocab_size=100, encode=lambda text: [1, 2, 3])
+        await engine.check()
+        server.documents["/tokenize"] = {"tokens": [1, 2, 3]}
+        await engine.check()
+        server.documents["/tokenize"] = {"tokens": [1, 2, 4]}
+        with pytest.raises(EngineRefused, match=r"does not fit.*tokenizer\.name"):
             await engine.check()
         await engine.close()
 

@@ -5,6 +5,8 @@ Nothing is imported before an engine is opened: `openai` alone takes a second an
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from distaff.config import EngineSection
 from distaff.errors import ConfigurationError
 from distaff_worker.engines.protocol import ChatEngine, TokenEngine
@@ -12,10 +14,13 @@ from distaff_worker.engines.protocol import ChatEngine, TokenEngine
 __all__ = ["open_chat_engine", "open_token_engine"]
 
 
-def open_token_engine(section: EngineSection, *, vocab_size: int | None) -> TokenEngine:
+def open_token_engine(
+    section: EngineSection, *, vocab_size: int | None, encode: Callable[[str], Sequence[int]] | None = None
+) -> TokenEngine:
     """The engine of an RL run. No connection is made yet; `check` it.
 
-    vocab_size: ids outside [0, vocab_size) are errors. Raises ConfigurationError for an engine kind without token ids, or
+    vocab_size: ids outside [0, vocab_size) are errors. encode: the run's tokenizer without special tokens; `check` compares it
+    with the server's own. Raises ConfigurationError for an engine kind without token ids, or
     when the variable with the API key is not set.
     """
     if section.kind == "openai":
@@ -28,7 +33,7 @@ def open_token_engine(section: EngineSection, *, vocab_size: int | None) -> Toke
     from distaff_worker.engines.vllm import VllmEngine
 
     engine = VllmEngine if section.kind == "vllm" else LlamaCppEngine
-    return engine(HttpPool(section), vocab_size=vocab_size)
+    return engine(HttpPool(section), vocab_size=vocab_size, encode=encode)
 
 
 def open_chat_engine(section: EngineSection) -> ChatEngine:

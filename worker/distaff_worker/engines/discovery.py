@@ -7,21 +7,27 @@ names the URL and the mend.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import pydantic_core
 import structlog
 
 from distaff.clients import redact_url
 from distaff.errors import EngineError, EngineRefused, EngineUnavailable
 from distaff.types import JSON
-from distaff_worker.engines.http import HttpPool
+from distaff_worker.engines.http import HttpPool, read_json
 
 log = structlog.get_logger(__name__)
 
 ASK_TIMEOUT_S = 10.0
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
+
+Encode = Callable[[str], Sequence[int]]
+"""Text to ids, no special tokens added."""
+PROBE_TEXT = "def add(a, b):\n    return a + b  # 12 + 30\nIt's only a test, isn't it?"
+"""Free of what tokenizers of one model are known to disagree on (combining characters, exotic digits)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +159,27 @@ def check_vocabulary(found: Discovery, vocab_size: int | None) -> None:
         raise EngineRefused(
             f"the tokenizer has {vocab_size} ids but {found.model!r} at {redact_url(found.urls[0])} has {rows}: "
             "they do not belong together. Set tokenizer.name to the served model's tokenizer"
+        )
+
+
+async def check_tokenizer(pool: HttpPool, url: str, request: dict[str, JSON], encode: Encode | None) -> None:
+    """Raise EngineRefused when the server and `encode` disagree on PROBE_TEXT. A server without /tokenize passes.
+
+    request: the body for /tokenize, whose wording differs between engines.
+    """
+    if encode is None:
+        return
+    body = pydantic_core.to_json(request)
+    try:
+        document = await pool.post_to(url, "/tokenize", body, read=read_json, timeout_s=ASK_TIMEOUT_S)
+    except EngineRefused:
+        return
+    theirs = document.get("tokens") if isinstance(document, dict) else None
+    ours = list(encode(PROBE_TEXT))
+    if isinstance(theirs, list) and theirs != ours:
+        raise EngineRefused(
+            f"the tokenizer does not fit the model at {redact_url(url)}: it gives {ours[:6]}... for {PROBE_TEXT[:20]!r}, "
+            f"the server {theirs[:6]}... Set tokenizer.name to the served model's tokenizer"
         )
 
 

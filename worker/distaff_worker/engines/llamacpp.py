@@ -21,7 +21,16 @@ import structlog
 from distaff.errors import ConfigurationError, EngineAnswerError, EngineRefused
 from distaff.types import JSON
 from distaff_worker.engines import answers
-from distaff_worker.engines.discovery import ASK_TIMEOUT_S, Discovery, check_vocabulary, discover, without_tokens
+from distaff_worker.engines.discovery import (
+    ASK_TIMEOUT_S,
+    PROBE_TEXT,
+    Discovery,
+    Encode,
+    check_tokenizer,
+    check_vocabulary,
+    discover,
+    without_tokens,
+)
 from distaff_worker.engines.failures import error_text, refusal
 from distaff_worker.engines.http import HttpPool, Reader, describe, read_events
 from distaff_worker.engines.protocol import EngineInfo, Generation
@@ -59,9 +68,10 @@ class Misaligned(EngineAnswerError):
 class LlamaCppEngine:
     """A TokenEngine; see `protocol.TokenEngine` for the contract."""
 
-    def __init__(self, pool: HttpPool, *, vocab_size: int | None) -> None:
+    def __init__(self, pool: HttpPool, *, vocab_size: int | None, encode: Encode | None = None) -> None:
         self._pool = pool
         self._vocab_size = vocab_size
+        self._encode = encode
         self._model = pool.section.model
         self._max_context_tokens: int | None = None
 
@@ -69,6 +79,8 @@ class LlamaCppEngine:
         """See `protocol.Engine`; also samples one token from each server. EngineAnswerError when it comes without logprob."""
         found = await discover(self._pool, must_list=True)
         check_vocabulary(found, self._vocab_size)
+        text: dict[str, JSON] = {"content": PROBE_TEXT, "add_special": False}
+        await asyncio.gather(*(check_tokenizer(self._pool, url, text, self._encode) for url in found.urls))
         properties = await asyncio.gather(*(self._properties(url) for url in found.urls))
         self._model, self._max_context_tokens = found.model, _slot_context(found, properties)
         await asyncio.gather(*(self._probe(url) for url in found.urls))
@@ -146,13 +158,14 @@ class LlamaCppEngine:
                 if not ids:
                     await self._pool.turnstile.turn()
                 _check_event(event, where=where, key_var=self._pool.section.api_key_var, secrets=self._pool.secrets)
+                stopped = bool(ids) and ids[-1] in stops
+                if stopped and not event.get("stop"):
+                    return ids, logprobs, {"stop_type": "eos"}
                 _append(event, ids, logprobs, where=where)
                 if event.get("tokens_predicted") != len(ids):
                     raise Misaligned(f"{where}: {event.get('tokens_predicted')} tokens sampled but {len(ids)} streamed")
                 if event.get("stop"):
-                    return ids, logprobs, event
-                if stops and ids and ids[-1] in stops:
-                    return ids, logprobs, {"stop_type": "eos"}
+                    return ids, logprobs, {**event, "stop_type": "eos"} if stopped else event
         raise EngineAnswerError(f"{where}: the stream ended before its last event")
 
 

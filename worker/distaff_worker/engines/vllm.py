@@ -16,7 +16,15 @@ import pydantic_core
 from distaff.errors import ContextOverflow, EngineAnswerError, EngineRefused, EngineUnavailable
 from distaff.types import JSON
 from distaff_worker.engines import answers
-from distaff_worker.engines.discovery import ASK_TIMEOUT_S, check_vocabulary, discover, without_tokens
+from distaff_worker.engines.discovery import (
+    ASK_TIMEOUT_S,
+    PROBE_TEXT,
+    Encode,
+    check_tokenizer,
+    check_vocabulary,
+    discover,
+    without_tokens,
+)
 from distaff_worker.engines.http import HttpPool, describe, parse_json, read_body
 from distaff_worker.engines.protocol import EngineInfo, Generation
 
@@ -29,9 +37,10 @@ _MEND = "start vLLM 0.32 or newer with --enable-scale-out"
 class VllmEngine:
     """A TokenEngine; see `protocol.TokenEngine` for the contract."""
 
-    def __init__(self, pool: HttpPool, *, vocab_size: int | None) -> None:
+    def __init__(self, pool: HttpPool, *, vocab_size: int | None, encode: Encode | None = None) -> None:
         self._pool = pool
         self._vocab_size = vocab_size
+        self._encode = encode
         self._model = pool.section.model
         self._max_context_tokens: int | None = None
 
@@ -39,6 +48,8 @@ class VllmEngine:
         """See `protocol.Engine`; also samples one token from each server. EngineAnswerError when it comes without logprob."""
         found = await discover(self._pool, must_list=True)
         check_vocabulary(found, self._vocab_size)
+        text: dict[str, JSON] = {"model": found.model, "prompt": PROBE_TEXT, "add_special_tokens": False}
+        await asyncio.gather(*(check_tokenizer(self._pool, url, text, self._encode) for url in found.urls))
         self._model, self._max_context_tokens = found.model, found.max_context_tokens
         await asyncio.gather(*(self._probe(url) for url in found.urls))
         version = await self._version(found.urls[0])
