@@ -19,4 +19,4 @@ def mounted_disk(folder: Path) -> Iterator[Path]:
     try:
         yield mounted
     finally:
-        subprocess.run(["umount", str(mounted)], check=True)
+        subprocess.run(["umount", "--lazy", str(mounted)], check=True)
