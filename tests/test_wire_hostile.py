@@ -122,7 +122,9 @@ BOMBS: dict[str, bytes] = {
     "a map that claims four billion": b"\xdf\xff\xff\xff\xff",
     "a map of ten million keys": b"\xdf" + struct.pack(">I", 10**7) + b"\xa0\xc0" * 10**7,
     "a megabyte of maps in the head": msgpack.packb({**_body(), "head": b"\x9a" + b"\x80" * (MIB - 2)}),
-    "a head too large": msgpack.packb({**_body(), "head": b"\x90" * (MIB + 1)}),
+    "ten million maps in a head": msgpack.packb(
+        {**_body(), "head": b"\xdc\x10\x00" + (b"\xdc\x10\x00" + b"\x80" * 4096) * 4096}
+    ),
     "ten million lists in a conversation": msgpack.packb({**_body(), "messages": b"[" + b"[]," * 10**7 + b"[]]"}),
     "ten million objects in the task": msgpack.packb({**_body(), "task": b'{"x":[' + b"{}," * 10**7 + b"{}]}"}),
     "a conversation nested without end": msgpack.packb({**_body(), "messages": b"[" * 400_000}),

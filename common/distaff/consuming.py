@@ -180,30 +180,28 @@ class ConsumerCore:
 
     def _read_backlog(self) -> Steps[None]:
         """Entries of an earlier life of this name, or of a read whose reply was lost."""
-        rows = yield from self._pending_page(self._backlog or "-", idle_ms=None)
-        if rows:
-            yield from self._take(rows, min_idle_ms=0)
-        self._backlog = f"({_id(rows[-1]['message_id'])}" if rows else None
+        rows, after = yield from self._pending_page(self._backlog or "-", self._batch, {"consumername": self.name})
+        yield from self._take(rows, min_idle_ms=0)
+        self._backlog = after
 
     def _claim_idle(self) -> Steps[None]:
         """Entries that any member, dead or alive, has kept for too long."""
         idle_ms = max(1, int(self._claim_idle_s * 1000))
-        cursor = "-"
-        while not self._buffer:
-            rows = yield from self._pending_page(cursor, idle_ms=idle_ms)
-            if not rows:
-                self._next_claim = self._clock() + min(self._claim_idle_s / 4, MAX_BLOCK_S)
-                return
-            cursor = f"({_id(rows[-1]['message_id'])}"
+        cursor: str | None = "-"
+        while cursor is not None and not self._buffer:
+            rows, cursor = yield from self._pending_page(cursor, _PAGE, {"idle": idle_ms})
             yield from self._take(rows, min_idle_ms=idle_ms)
+        if not self._buffer:
+            self._next_claim = self._clock() + min(self._claim_idle_s / 4, MAX_BLOCK_S)
 
-    def _pending_page(self, cursor: str, *, idle_ms: int | None) -> Steps[list[dict[str, Any]]]:
-        whose = {"consumername": self.name} if idle_ms is None else {"idle": idle_ms}
-        count = self._batch if idle_ms is None else _PAGE
+    def _pending_page(
+        self, cursor: str, count: int, whose: Mapping[str, Any]
+    ) -> Steps[tuple[list[dict[str, Any]], str | None]]:
+        """Some pending entries, and where to go on; None when there are no more."""
         rows: list[dict[str, Any]] = yield from self._reliable(
             Call("xpending_range", (self._keys.groups, self.group, cursor, "+", count), whose)
         )
-        return rows
+        return rows, f"({_id(rows[-1]['message_id'])}" if len(rows) == count else None
 
     def _take(self, rows: Sequence[Mapping[str, Any]], *, min_idle_ms: int) -> Steps[None]:
         """Claim pending entries that are not in our hands already; park those that were delivered too often."""
