@@ -56,7 +56,9 @@ def load_env(environment_id: str, **args: Any) -> Environment:
     return load(EnvironmentSection(id=environment_id, args=args))
 
 
-async def play(env: Environment, task: Mapping[str, JSON], script: Script, **options: Any) -> tuple[Episode, ScriptedModel]:
+async def play(
+    env: Environment, task: Mapping[str, JSON], script: Script, **options: Any
+) -> tuple[Episode, ScriptedModel]:
     """One episode of a single-agent environment."""
     model = ScriptedModel(script, **options)
     return await env.play(task, lambda seat: model), model

@@ -85,7 +85,7 @@ class ClassicEnvironment:
         return dataset
 
     async def play(self, task: Mapping[str, JSON], model_for: ModelFactory) -> Episode:
-        client = PolicyClient(model_for(""))
+        client = PolicyClient(model_for(""), environment=self._env)
         trail = Trail()
         token = TRAIL.set(trail)
         try:
@@ -93,32 +93,37 @@ class ClassicEnvironment:
         finally:
             client.finish()
             TRAIL.reset(token)
-        state = outcome.value if outcome.value is not None else client.state
-        error = outcome.error or (None if state is None else state.get("error"))
+        state = client.state = outcome.value if outcome.value is not None else client.state
+        error = state.get("error") if outcome.error is None and state is not None else outcome.error
         failed = None if error is None else failure(error, trail.place(error, "step" if client.turns else "setup"))
         if failed is not None and state is not None:
-            await self._clean([state])
-        return Episode(plays=[_play(state, client, task, failed)], handle=state)
+            await self._clean(client.environment.rubric, [state])
+        return Episode(plays=[_play(state, client, task, failed)], handle=client)
 
     async def _rollout(self, task: Mapping[str, JSON], client: PolicyClient) -> Any:
         row = rollout_input(task)
-        return await self._env.rollout(row, client, MODEL_NAME, dict(self._leaf(row).sampling_args))
+        client.environment = _owner(self._env, row)
+        return await self._env.rollout(row, client, MODEL_NAME, dict(client.environment.sampling_args))
 
     async def score(self, episodes: Sequence[Episode]) -> list[list[Score]]:
+        if not episodes:
+            return []
         self._enter_loop()
-        watch(self._env.rubric)
-        states = [episode.handle for episode in episodes]
+        states = [episode.handle.state for episode in episodes]
+        owner = episodes[0].handle.environment  # an EnvGroup's own rubric finds nothing, and pays 0.0, when nested
+        rubric = owner.rubric
+        watch(rubric)
         findings = Findings()
         token = FINDINGS.set(findings)
         try:
-            outcome = await attempt(self._env.rubric.score_group(states))
+            outcome = await attempt(rubric.score_group(states))
         finally:
             FINDINGS.reset(token)
         problem = (
             None if outcome.error is None else f"the rubric raised {type(outcome.error).__name__}: {outcome.error}"
         )
-        scores = [[self._score(state, problem, findings)] for state in states]
-        await self._clean(states)
+        scores = [[self._score(state, problem, findings, owner.parser)] for state in states]
+        await self._clean(rubric, states)
         return scores
 
     async def close(self) -> None:
@@ -126,7 +131,7 @@ class ClassicEnvironment:
         teardown, self._env._teardown = self._env._teardown, _nothing  # verifiers calls it again at exit
         await teardown()
 
-    def _score(self, state: Any, problem: str | None, findings: Findings) -> Score:
+    def _score(self, state: Any, problem: str | None, findings: Findings, parser: Any) -> Score:
         lost = findings.lost_metrics.get(id(state), set())
         raw = {k: v for k, v in (state.get("metrics") or {}).items() if k not in lost}
         problem = problem or findings.errors.get(id(state)) or _reward_problem(state.get("reward"))
@@ -135,29 +140,9 @@ class ClassicEnvironment:
         return Score(
             reward=None if problem else float(state["reward"]),
             metrics={} if problem else finite_metrics(raw),
-            answer=self._answer(state),
+            answer=_answer(parser, state),
             error=scoring_failure(problem) if problem else None,
         )
-
-    def _answer(self, state: Any) -> str | None:
-        parser = self._leaf(state).parser
-        if type(parser) is Parser and parser.extract_fn is Parser.__init__.__defaults__[0]:
-            return None  # the default, which parses nothing
-        try:
-            answer = parser.parse_answer(state["completion"])
-        except Exception:  # noqa: BLE001 - environment code; the answer is for people to read
-            return None
-        return None if answer is None else str(answer)
-
-    def _leaf(self, row: Any) -> Any:
-        """The environment that plays `row`: through EnvGroups by the route they put into its info."""
-        env = self._env
-        info = row.get("info")
-        info = json.loads(info) if isinstance(info, str) else info
-        route = (info or {}).get("env_id") or []
-        for name in [route] if isinstance(route, str) else route:
-            env = getattr(env, "env_map", {}).get(name, env)
-        return env
 
     def _enter_loop(self) -> None:
         """An HTTP pool works on one event loop only."""
@@ -166,11 +151,31 @@ class ClassicEnvironment:
             rebind_judges(self._env.rubric)
         self._scoring_loop = loop
 
-    async def _clean(self, states: Sequence[Any]) -> None:
+    async def _clean(self, rubric: Any, states: Sequence[Any]) -> None:
         for state in states:
-            outcome = await attempt(guarded(self._env.rubric.cleanup, lambda *_: "cleanup")(state))
+            outcome = await attempt(guarded(rubric.cleanup, lambda *_: "cleanup")(state))
             if outcome.error is not None:
                 log.warning("rubric.cleanup_failed environment=%s error=%r", self.id, outcome.error)
+
+
+def _answer(parser: Any, state: Any) -> str | None:
+    if type(parser) is Parser and parser.extract_fn is Parser.__init__.__defaults__[0]:
+        return None  # the default, which parses nothing
+    try:
+        answer = parser.parse_answer(state["completion"])
+    except Exception:  # noqa: BLE001 - environment code; the answer is for people to read
+        return None
+    return None if answer is None else str(answer)
+
+
+def _owner(env: Any, row: Any) -> Any:
+    """The environment that plays `row`: through EnvGroups by the route they put into its info."""
+    info = row.get("info")
+    info = json.loads(info) if isinstance(info, str) else info
+    route = (info or {}).get("env_id") or []
+    for name in [route] if isinstance(route, str) else route:
+        env = getattr(env, "env_map", {}).get(name, env)
+    return env
 
 
 async def _nothing() -> None:
@@ -252,6 +257,8 @@ def _timings(state: Any) -> dict[str, float]:
 
 
 def _reward_problem(reward: Any) -> str | None:
-    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-        return f"the rubric gave the reward {reward!r}, which is not a finite number"
-    return None
+    try:
+        finite = math.isfinite(reward)
+    except TypeError:
+        finite = False
+    return None if finite else f"the rubric gave the reward {reward!r}, which is not a finite number"

@@ -6,12 +6,14 @@ function nor a task the environment forgot adds turns to a finished rollout.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from verifiers.legacy.clients import Client
 from verifiers.legacy.errors import ModelError, OverlongPromptError
 from verifiers.legacy.types import Response, ResponseMessage, ToolCall, Usage
 
+from distaff.environments.failures import cancelled
 from distaff.environments.messages import Recall, flat_calls, flat_sampling, openai_message, openai_tool
 from distaff.environments.protocol import ChatModel, ChatTurn
 from distaff.errors import ContextOverflow, DistaffError, TurnLimit
@@ -24,8 +26,10 @@ _FINISH = {"stop": "stop", "length": "length", "tool_calls": "tool_calls"}
 class PolicyClient(Client):  # type: ignore[misc]
     """Answers from `model`; keeps what the adapter wants to know of the rollout afterwards."""
 
-    def __init__(self, model: ChatModel) -> None:
+    def __init__(self, model: ChatModel, *, environment: Any) -> None:
         super().__init__(model)
+        self.environment = environment
+        """The environment that plays the rollout (the member of a group)."""
         self.recall = Recall()
         self.turns = 0
         self.tools: list[Tool] = []
@@ -45,6 +49,8 @@ class PolicyClient(Client):  # type: ignore[misc]
         """One model turn. Raises vf.OverlongPromptError at a clean end, vf.ModelError from anything else."""
         if context.get("state") is not None:
             self.state = context["state"]
+        if cancelled():  # the environment swallowed it
+            raise asyncio.CancelledError
         if not self._open:
             raise ModelError(
                 "the policy is not available once its rollout has ended; give the rubric a judge client of its own"

@@ -26,8 +26,8 @@ _OURS = (EngineError, TokenizationError, DeadlineExceeded)
 
 
 class EnvironmentExit(BaseException):
-    """SystemExit or KeyboardInterrupt of environment code. Like them no Exception, so that nothing swallows it; unlike
-    them harmless to the event loop."""
+    """SystemExit, KeyboardInterrupt or a CancelledError out of nowhere in environment code. Like them no Exception, so that
+    nothing swallows it; unlike them harmless to the event loop and never mistaken for a cancellation of ours."""
 
 
 class Trail:
@@ -93,7 +93,7 @@ def guarded(
     function: Callable[..., Any], place: Callable[..., str], *, exits_as: type[BaseException] = EnvironmentExit
 ) -> Callable[..., Any]:
     """`function` as a coroutine function whose exceptions are noted on the trail under `place(*args, **kwargs)`, and
-    whose SystemExit or KeyboardInterrupt becomes an `exits_as`."""
+    whose exits (see EnvironmentExit) become an `exits_as`."""
 
     @functools.wraps(function)
     async def call(*args: Any, **kwargs: Any) -> Any:
@@ -101,14 +101,17 @@ def guarded(
         try:
             result = function(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
-        except (SystemExit, KeyboardInterrupt) as error:
+        except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and cancelled():
+                raise  # ours
             escaped = exits_as(_describe(error))
             if trail is not None:
                 trail.note(escaped, place(*args, **kwargs))
             raise escaped from None
+        except GeneratorExit:
+            raise
         except BaseException as error:
-            ours = isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and cancelled())
-            if trail is not None and not ours:
+            if trail is not None:
                 trail.note(error, place(*args, **kwargs))
             raise
 

@@ -6,6 +6,7 @@ subprocess, no network but the loopback. verifiers finds it as a plugin: exactly
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -17,6 +18,7 @@ import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.runtimes import ProgramResult
 
+from distaff.environments.failures import cancelled
 from distaff.types import JSON, Message, Tool
 
 __all__ = ["InProcessHarness"]
@@ -65,6 +67,8 @@ class InProcessHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
 
 async def _converse(http: aiohttp.ClientSession, url: str, messages: list[Message], toolbox: Toolbox) -> ProgramResult:
     while True:
+        if cancelled():  # the environment swallowed it
+            raise asyncio.CancelledError
         body: dict[str, JSON] = {"model": "policy", "messages": messages}
         if toolbox.tools:
             body["tools"] = toolbox.tools

@@ -7,6 +7,7 @@ process's signal handlers are afterwards what they were (verifiers replaces SIGI
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -168,20 +169,30 @@ def _check_arguments(config: EnvironmentSection, module: ModuleType) -> None:
         signature.bind(**config.args)
     except TypeError as error:
         raise EnvironmentLoadError(
-            f"environment {config.id!r}: {error}. {module.__name__}.load_environment takes {signature}; "
+            f"environment {config.id!r}: {error}. {module.__name__}.load_environment takes ({_parameters(signature)}); "
             "set them under [environment.args]"
         ) from error
+
+
+def _parameters(signature: inspect.Signature) -> str:
+    return ", ".join(str(p.replace(annotation=inspect.Parameter.empty)) for p in signature.parameters.values())
 
 
 def distribution_version(module: ModuleType) -> str:
     """Version of the distribution that holds `module`, "0" where there is none."""
     top = module.__name__.split(".")[0]
-    for name in (top, *importlib.metadata.packages_distributions().get(top, ())):
+    for name in (top, *_distributions().get(top, ())):
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     return "0"
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    """Top-level module -> distributions; reading it takes half a second."""
+    return importlib.metadata.packages_distributions()
 
 
 def _is_taskset(cls: type) -> bool:

@@ -90,7 +90,7 @@ class V1Environment:
         self._task_type = type(env.taskset).task_type()
         self._tasks: dict[Split, list[Any]] = {}
         self._single = len(_seats(type(env.config))) == 1
-        self._starting = asyncio.Lock()
+        self._ready: asyncio.Future[None]
         self._serving: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
 
@@ -142,13 +142,12 @@ class V1Environment:
         return [[_score(episode.handle[0], trace) for trace in episode.handle[1]] for episode in episodes]
 
     async def _serve(self) -> None:
-        """Bring up what all episodes share (interception, taskset-wide tools), once."""
-        async with self._starting:
-            if self._serving is None or self._serving.done():
-                ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._stop.clear()
-                self._serving = asyncio.create_task(self._serve_until_stopped(ready), name=f"serve {self.id}")
-                await asyncio.shield(ready)
+        """Bring up what all episodes share (interception, taskset-wide tools), once; again after it failed."""
+        if self._serving is None or self._serving.done():
+            self._ready = asyncio.get_running_loop().create_future()
+            self._stop.clear()
+            self._serving = asyncio.create_task(self._serve_until_stopped(self._ready), name=f"serve {self.id}")
+        await asyncio.shield(self._ready)
 
     async def _serve_until_stopped(self, ready: asyncio.Future[None]) -> None:
         outcome = await attempt(self._hold_open(ready))

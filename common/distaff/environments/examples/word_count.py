@@ -15,7 +15,24 @@ import verifiers.v1 as vf
 __all__ = ["WordCount", "WordCountEnv"]
 
 _NUMBER = re.compile(r"\d+")
-_WORDS = "river stone cloud lamp paper green quick seven north window bread silver garden slow orange music".split()
+_WORDS = [
+    "river",
+    "stone",
+    "cloud",
+    "lamp",
+    "paper",
+    "green",
+    "quick",
+    "seven",
+    "north",
+    "window",
+    "bread",
+    "silver",
+    "garden",
+    "slow",
+    "orange",
+    "music",
+]
 _MOST = 12
 
 
