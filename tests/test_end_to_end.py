@@ -264,6 +264,15 @@ async def test_a_run_this_worker_cannot_play_ends_it_with_the_mend(
     assert client.zcard("rq:wip:default") == 0
 
 
+async def test_a_tokenizer_that_does_not_fit_the_model_is_refused(redis_url: str) -> None:
+    """The engine encodes a probe text otherwise than the run's tokenizer: found before any item is played."""
+
+    async with ScriptedEngine(script=lambda ask: says("number 1")) as engine:
+        engine.documents["/tokenize"] = {"tokens": [1, 2, 3]}
+        with pytest.raises(FatalRun, match=r"does not fit the model.*tokenizer\.name"):
+            await work_until_it_ends(redis_url, run_config(engine.url))
+
+
 async def test_an_engine_that_returns_no_ids_is_refused_in_rl(redis_url: str) -> None:
     """The probe finds it before any item is played."""
 

@@ -111,8 +111,8 @@ class WarmRuns:
             )
         token_engine: TokenEngine | None = None
         chat_engine: ChatEngine | None = None
-        if mode == "rl":
-            token_engine = open_token_engine(config.engine, vocab_size=renderer.vocab_size if renderer else None)
+        if mode == "rl" and renderer is not None:
+            token_engine = open_token_engine(config.engine, vocab_size=renderer.vocab_size, encode=renderer.encode)
             info = await _checked(token_engine, environment)
         else:
             chat_engine = open_chat_engine(config.engine)

@@ -69,6 +69,10 @@ class Renderer(Protocol):
         """
         ...
 
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a piece of text, special tokens in it recognized, none added."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text with all special tokens."""
         ...

@@ -94,6 +94,9 @@ class PackageRenderer:
         calls, rest = _calls(parsed.tool_calls, turn=turn)
         return assistant_message("\n".join([*filter(None, [parsed.content.rstrip("\n")]), *rest]), reasoning, calls)
 
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(
             self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

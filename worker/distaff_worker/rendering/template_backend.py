@@ -110,6 +110,9 @@ class TemplateRenderer:
         content, calls = read(text, turn=turn)
         return assistant_message(content, reasoning, calls)
 
+    def encode(self, text: str) -> list[int]:
+        return self._encoder.encode_whole(text)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._encoder.decode(token_ids)
 
