@@ -15,10 +15,10 @@ import time
 
 import redis
 import structlog
-from distaff.policy import read_policy_version
 
 from distaff.clients import connect, ping
 from distaff.errors import RedisUnavailable
+from distaff.policy import read_policy_version
 from distaff.runs import list_runs, read_config_json, read_state
 from distaff.safety import check_redis
 from distaff.settings import DEFAULT_REDIS_URL, Settings
