@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from distaff.cli import commands
 from distaff.cli.main import main
 from distaff.cli.roles import FailedLater
 from distaff.errors import ConfigurationError, EnvironmentLoadError, FatalRun, RedisUnavailable
+from tests.process_support import leftovers, wait_until
 from tests.scripted_engine import ScriptedEngine
 
 Capture = pytest.CaptureFixture[str]
@@ -136,7 +136,9 @@ def test_every_command_explains_itself(command: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
     assert ended.value.code == 0
-    assert f"usage: distaff {command}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"usage: distaff {command}" in shown
+    assert ("--pool" in shown) == (command in ("run", "produce", "work", "archive", "evaluate", "status"))
 
 
 def test_items_are_produced_seen_and_deleted(redis_url: str, client: redis.Redis, capsys: Capture) -> None:
@@ -187,20 +189,6 @@ def tree_arguments(engine_url: str, folder: Path) -> list[str]:
         *("--engine.kind", "vllm", "--engine.base-urls", engine_url, "--tokenizer.name", tokenizer_dir()),
         *("--limit", "4", "--rollouts.group-size", "2", "--sampling.max-tokens", "16", "--directory", str(folder)),
     ]
-
-
-def leftovers(mark: str) -> list[int]:
-    """Pids of processes whose command line or environment has `mark`."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
-            except OSError:
-                continue
-            if mark.encode() in text:
-                found.append(int(entry.name))
-    return found
 
 
 @pytest.fixture
@@ -297,13 +285,3 @@ def test_a_child_that_fails_ends_the_run_with_its_code_and_message(marked: tuple
     assert "no-such-thing" in done.stderr
     assert "Traceback" not in done.stderr
     assert leftovers(mark) == []
-
-
-def wait_until(condition: object, process: subprocess.Popen[str], *, seconds: float = 60) -> None:
-    assert callable(condition)
-    end = time.monotonic() + seconds
-    while not condition():
-        if process.poll() is not None or time.monotonic() > end:
-            process.kill()
-            pytest.fail(f"exit code {process.returncode}: {process.communicate()}")
-        time.sleep(0.05)

@@ -34,7 +34,7 @@ def add_flags(parser: argparse.ArgumentParser, *, shown: Sequence[str], shortcut
         place = key.section or "settings"
         group = groups.setdefault(place, parser.add_argument_group(place))
         names = [*(flag for flag, path in shortcuts.items() if path == key.path), key.flag]
-        visible = (key.section or key.path) in shown
+        visible = (key.section or key.path) in shown or key.path in shortcuts.values()
         group.add_argument(
             *names,
             dest=_DEST + key.path,
