@@ -270,6 +270,34 @@ def test_ctrl_c_ends_the_whole_tree(tmp_path: Path, marked: tuple[str, dict[str,
     assert list(Path(mark).iterdir()) == []
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_worker_that_is_killed_is_replaced(tmp_path: Path, marked: tuple[str, dict[str, str]]) -> None:
+    """SIGKILL in the middle of a run: another worker finishes it, and the run is a success."""
+    mark, environment = marked
+    with ScriptedEngine(latency_s=2) as engine:
+        process = subprocess.Popen(
+            [*DISTAFF, "run", *tree_arguments(engine.url, tmp_path), "--worker.lease-s", "1"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            wait_until(lambda: bool(engine.records), process, seconds=200)
+            for pid in leftovers(mark):
+                if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[3:4] == [b"work"]:
+                    os.kill(pid, signal.SIGKILL)
+            out, err = process.communicate(timeout=200)
+        finally:
+            process.kill()
+            process.wait()
+    assert process.returncode == 0, err
+    assert "killed by signal 9; another one is started (1 of at most 10)" in err
+    assert "4 groups, 8 rollouts" in out
+    assert leftovers(mark) == []
+
+
 @pytest.mark.timeout(300)
 def test_a_child_that_fails_ends_the_run_with_its_code_and_message(marked: tuple[str, dict[str, str]]) -> None:
     """An unknown environment: the producer's message, its exit code, nothing left."""

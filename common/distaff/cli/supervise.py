@@ -194,16 +194,19 @@ class Farm:
         return None
 
     def _replace(self, worker: Child, code: int) -> bool:
-        if code > 0 or (code < 0 and self._restarts >= MAX_RESTARTS):
+        """Start another worker for one that was killed, told to end by somebody, or has played its share."""
+        planned = code == 0 and self._recycles
+        if code > 0 or (not planned and self._restarts >= MAX_RESTARTS):
             return False
         self._workers.remove(worker)
         self._tree.stop([worker], grace_s=0)
-        if code < 0:
+        if not planned:
             self._restarts += 1
-            note = f"killed by signal {-code}; another one is started ({self._restarts} of at most {MAX_RESTARTS})"
-            self._tree.report(worker.name, note)
-        if code < 0 or self._recycles:
-            self._start_worker()
+            how = f"killed by signal {-code}" if code else "ended by itself"
+            self._tree.report(
+                worker.name, f"{how}; another one is started ({self._restarts} of at most {MAX_RESTARTS})"
+            )
+        self._start_worker()
         return True
 
 
@@ -211,7 +214,7 @@ def write_settings(path: Path, settings: Settings, *, drain_s: float) -> None:
     """The settings as children read them; readable by this user only, without the Redis URL."""
     data = settings.model_dump(mode="json")
     del data["redis_url"]
-    data["worker"]["drain_s"] = drain_s
+    data["worker"] |= {"drain_s": drain_s, "burst": False, "exit_when_done": False}  # the tree says when they end
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         json.dump(data, file)
 
