@@ -7,6 +7,8 @@ import random
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from distaff.environments.protocol import Environment, Episode, Score
 from distaff.errors import ContextOverflow, EngineRefused, EngineUnavailable, TokenizationError, TurnLimit
@@ -297,6 +299,26 @@ async def test_the_policy_is_gone_while_scoring() -> None:
     assert score.error is not None
     assert "judge client" in score.error.message
     assert len(model.asked) == 2
+
+
+async def test_a_judge_answers_on_every_scoring_loop() -> None:
+    """A worker that gave up a blocked scoring thread scores on a new loop; kept-alive connections of the old one are not used."""
+
+    async def judge(request: web.Request) -> web.Response:
+        message = {"role": "assistant", "content": "0.5"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return web.json_response(
+            {"id": "1", "object": "chat.completion", "created": 0, "model": "j", "choices": [choice]}
+        )
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", judge)
+    async with TestServer(app) as server:
+        env = zoo("judged", url=str(server.make_url("/v1")))
+        episode, _ = await play(env, env.row("train", 0), ["1"])
+        for _ in range(3):
+            (score,) = await score_elsewhere(env, [episode])
+            assert (score.reward, score.error) == (0.5, None)
 
 
 async def test_teardown_runs_once() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import verifiers.legacy as vf
 from datasets import Dataset
+from openai import AsyncOpenAI
 
 ERRORS: dict[str, Callable[[], BaseException]] = {
     "ValueError": lambda: ValueError("boom"),
@@ -214,6 +215,17 @@ class Ledger(vf.StatefulToolEnv):  # type: ignore[misc]
         return f"{len(ledger)} entries"
 
 
+def judged(url: str) -> vf.Environment:
+    """A judge behind an API."""
+    rubric = vf.JudgeRubric(judge_client=AsyncOpenAI(base_url=url, api_key="none", max_retries=0))
+
+    async def verdict(judge: Any, prompt: Any, completion: Any, answer: str) -> float:
+        return float(await judge(prompt, completion, answer))
+
+    rubric.add_reward_func(verdict)
+    return vf.SingleTurnEnv(dataset=rows(), rubric=rubric)
+
+
 KINDS: dict[str, Callable[..., Any]] = {
     "single": single,
     "eval_only": eval_only,
@@ -227,4 +239,5 @@ KINDS: dict[str, Callable[..., Any]] = {
     "env_group": env_group,
     "tools": tools,
     "ledger": Ledger,
+    "judged": judged,
 }
