@@ -15,11 +15,13 @@ import verifiers.legacy as vf
 from datasets import Dataset
 
 
-def load_environment(rows: int = 8, turns: int = 2, fault: str = "", where: str = "reward") -> vf.Environment:
-    """`fault` happens in `where` ("reward" or "step") on rows whose number is 0 modulo 3."""
+def load_environment(
+    rows: int = 8, turns: int = 2, fault: str = "", where: str = "reward", every: int = 3
+) -> vf.Environment:
+    """`fault` happens in `where` ("reward" or "step") on rows whose number is 0 modulo `every`."""
 
     def misbehave(place: str, number: int) -> None:
-        if place != where or number % 3:
+        if place != where or number % every:
             return
         match fault:
             case "raise":

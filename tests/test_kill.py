@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -11,9 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import redis
 
-from distaff.keys import RunKeys
+from distaff.keys import RunKeys, job_id
+from distaff_worker.rq_schema import JOB_PREFIX
 from tests.farm_support import groups_of, make_worker, produce, run_config, says, settled
 from tests.scripted_engine import Ask, Reply, ScriptedEngine
 from tests.worker_support import check_oracle, until
@@ -56,8 +59,10 @@ async def test_a_group_of_a_killed_worker_is_emitted_once_by_another(redis_url: 
         finally:
             await asyncio.to_thread(kill, victim)
         killed = time.monotonic()
-        await until(lambda: len(calls) == 8, seconds=30, what="nobody took the item over")
-        recovery_s = calls[4] - killed
+        job = f"{JOB_PREFIX}{job_id('run-1', 0)}"
+        await until(lambda: client.hget(job, "worker_name") == b"second", what="nobody took the item over")
+        recovery_s = time.monotonic() - killed
+        await until(lambda: len(calls) == 8, seconds=30)
         go.set()
         await until(lambda: settled(client, "run-1"))
         service._stop("test")
@@ -97,3 +102,31 @@ async def test_thirty_items_survive_a_kill(redis_url: str, client: redis.Redis) 
     check_oracle(client, "run-1")
     state: Any = client.hgetall(keys.state)
     assert int(state[b"lost"]) >= 1
+
+
+@pytest.mark.slow
+async def test_an_item_that_aborts_the_process_becomes_a_dead_letter_and_the_others_go_on(
+    redis_url: str, client: redis.Redis
+) -> None:
+    """P13: the worker dies of it three times, restarted each time; then the item is given up, and no other with it."""
+
+    async def script(ask: Ask) -> Reply:
+        return says("number 1")
+
+    async with ScriptedEngine(script=script) as engine:
+        args = {"rows": 12, "turns": 1, "fault": "abort", "every": 100}
+        limits = {"group_size": 2, "max_lost": 2}
+        await produce(redis_url, run_config(engine.url, environment={"args": args}, rollouts=limits))
+        deaths = 0
+        while not settled(client, "run-1"):
+            assert deaths <= 3
+            worker = start_worker(redis_url, "--worker.exit-when-done", "true", "--worker.slots", "4")
+            try:
+                deaths += await asyncio.to_thread(worker.wait, 90) != 0
+            finally:
+                if worker.poll() is None:
+                    kill(worker)
+    letters: Any = client.hgetall(RunKeys("run-1").dead)
+    assert {seq: json.loads(text)["kind"] for seq, text in letters.items()} == {b"0": "lost"}
+    assert deaths == 3
+    check_oracle(client, "run-1")

@@ -21,11 +21,13 @@ from rq.suspension import resume, suspend
 from distaff.clients import connect
 from distaff.keys import RunKeys
 from distaff.types import DeadLetter, RolloutItem
+from distaff_worker.claim import Claimer
 from distaff_worker.leases import Lease
 from distaff_worker.metrics import Metrics
 from distaff_worker.outcome import Bury, Outcome, Retry
 from distaff_worker.rq_schema import JSONQueue, PoolKeys
 from distaff_worker.service import Service, ServiceOptions
+from distaff_worker.settle import Settler
 from tests.worker_support import POOL, ScriptedPlayer, check_oracle, emit_of, enqueue, open_run, until
 
 Play = Callable[[Lease, RolloutItem], Awaitable[Outcome]]
@@ -89,8 +91,6 @@ async def test_items_of_a_killed_worker_are_played_by_another_within_two_leases(
     """P4: a lease that nobody extends is swept, and the item is emitted once."""
     keys = open_run(client, RUN)
     enqueue(client, RUN, 1)
-    from distaff_worker.claim import Claimer
-
     dead = Claimer(client, pool=POOL, worker="dead", worker_key="rq:worker:dead", lease_s=1.0)
     assert len(dead.claim(1)) == 1
     started = time.monotonic()
@@ -105,9 +105,6 @@ async def test_a_worker_that_lost_its_lease_cannot_write(redis_url: str, client:
     """P3: the zombie's commit is refused and what the second worker wrote stays alone."""
     keys = open_run(client, RUN)
     enqueue(client, RUN, 1)
-    from distaff_worker.claim import Claimer
-    from distaff_worker.settle import Settler
-
     zombie = Claimer(client, pool=POOL, worker="zombie", worker_key="rq:worker:zombie", lease_s=0.2)
     [lease] = zombie.claim(1)
     async with working(make_service(redis_url, ScriptedPlayer())):
@@ -123,9 +120,6 @@ async def test_a_settlement_sent_twice_writes_once(client: redis.Redis) -> None:
     """P5: a lost reply is resolved by sending the script again."""
     keys = open_run(client, RUN)
     enqueue(client, RUN, 2)
-    from distaff_worker.claim import Claimer
-    from distaff_worker.settle import Settler
-
     first, second = Claimer(client, pool=POOL, worker="w", worker_key="rq:worker:w", lease_s=5).claim(2)
     settler = Settler(client, pool=POOL, worker="w", worker_key="rq:worker:w")
     item = RolloutItem(run=RUN, seq=0, key="", epoch=0, split="train", task={}, seed=0)
@@ -294,6 +288,43 @@ async def test_a_duplicate_id_in_the_list_is_played_once(redis_url: str, client:
     async with working(make_service(redis_url, player)):
         await until(lambda: client.llen(PoolKeys.of(POOL).queue) == 0 and client.xlen(keys.groups) == 1)
     assert player.played == [0]
+    check_oracle(client, RUN)
+
+
+def test_items_that_may_kill_workers_are_played_one_at_a_time(client: redis.Redis) -> None:
+    """P13: of the items lost twice a worker holds one; the others wait at the back, and the innocent go on."""
+    open_run(client, RUN)
+    names = enqueue(client, RUN, 6)
+    for name in names[:3]:
+        client.hset(f"rq:job:{name}", "distaff_lost", 2)
+    claimer = Claimer(client, pool=POOL, worker="w", worker_key="rq:worker:w", lease_s=5)
+    first = claimer.claim(16)
+    assert [lease.job_id for lease in first] == [names[0], *names[3:]]
+    assert [lease.suspect for lease in first] == [True, False, False, False]
+    assert claimer.claim(16, suspects=1) == []
+    assert client.lrange(PoolKeys.of(POOL).queue, 0, -1) == [name.encode() for name in names[1:3]]
+    assert [lease.job_id for lease in claimer.claim(16)] == [names[1]]
+
+
+async def test_a_queue_of_nothing_but_waiting_suspects_is_drained_in_turn(redis_url: str, client: redis.Redis) -> None:
+    """They end one after the other, without a worker that spins."""
+    open_run(client, RUN)
+    for name in enqueue(client, RUN, 3):
+        client.hset(f"rq:job:{name}", "distaff_lost", 2)
+    at_once: list[int] = []
+    running = 0
+
+    async def play(lease: Lease, item: RolloutItem) -> Outcome:
+        nonlocal running
+        running += 1
+        at_once.append(running)
+        await asyncio.sleep(0.2)
+        running -= 1
+        return emit_of(item)
+
+    async with working(make_service(redis_url, ScriptedPlayer(play))):
+        await until(lambda: client.xlen(RunKeys(RUN).groups) == 3)
+    assert at_once == [1, 1, 1]
     check_oracle(client, RUN)
 
 

@@ -22,20 +22,37 @@ SOCKET_TIMEOUT_S = 30.0
 """Above every blocking read we send (at most 5 s), so that a dead peer is noticed."""
 CONNECT_TIMEOUT_S = 5.0
 
+_PASSING_REPLIES = ("MISCONF", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "UNBLOCKED", "NOREPLICAS")
+_PASSING = (
+    redis.exceptions.ConnectionError,
+    redis.exceptions.TimeoutError,
+    redis.exceptions.OutOfMemoryError,
+    redis.exceptions.BusyLoadingError,
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.TryAgainError,
+)
+
+
+def may_pass(error: redis.RedisError) -> bool:
+    """The same command may succeed later: no connection, a time-out, a server that is full, loading, or in failover."""
+    if isinstance(error, redis.exceptions.AuthenticationError):
+        return False
+    return isinstance(error, _PASSING) or str(error).startswith(_PASSING_REPLIES)
+
 
 def redact_url(url: str) -> str:
     """`url` with the password replaced by ***."""
     return re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", url)
 
 
-def connect(url: str, *, client_name: str = "distaff") -> redis.Redis:
+def connect(url: str, *, client_name: str = "distaff", socket_timeout_s: float = SOCKET_TIMEOUT_S) -> redis.Redis:
     """A synchronous client; bytes in, bytes out. No connection is made yet. Raises ConfigurationError for a bad URL."""
     _check(url)
     return redis.Redis.from_url(
         url,
         client_name=client_name,
         retry=Retry(NoBackoff(), 0),
-        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_timeout=socket_timeout_s,
         socket_connect_timeout=CONNECT_TIMEOUT_S,
         **_tcp(url, socket_keepalive=True),
         health_check_interval=15,

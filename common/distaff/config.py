@@ -114,8 +114,8 @@ class RolloutSection(Section):
     """A group with fewer usable rollouts is played again. 0: two in RL mode (or group_size if smaller), else one."""
     max_attempts: Count = 3
     """Failed attempts after which an item becomes a dead letter."""
-    max_lost: Count = 5
-    """Times an item may be lost with its worker before it becomes a dead letter."""
+    max_lost: Annotated[int, Field(ge=2)] = 5
+    """Times an item may be lost with its worker before it becomes a dead letter. An item lost twice is played apart from others like it."""
     rollout_retries: Annotated[int, Field(ge=0)] = 1
     """Further plays of one rollout that failed for a reason that may pass, inside the group."""
     max_turns: Annotated[int, Field(ge=0)] = 0

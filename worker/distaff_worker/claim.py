@@ -43,8 +43,11 @@ class Claimer:
         self._lease_ms = round(lease_s * 1000)
         self._script: Script = client.register_script(scripts.load("claim"))
 
-    def claim(self, count: int) -> list[Lease]:
-        """Up to `count` leases, none when the queue is empty. Raises Suspended, redis.RedisError."""
+    def claim(self, count: int, *, suspects: int = 0) -> list[Lease]:
+        """Up to `count` leases, none when the queue has nothing for us. Raises Suspended, redis.RedisError.
+
+        suspects: how many of the leases this worker holds are `Lease.suspect`.
+        """
         answer = self._script(
             keys=[
                 self._keys.queue,
@@ -63,6 +66,7 @@ class Claimer:
                 utcformat(now()),
                 self._lease_ms,
                 RUN_PREFIX,
+                suspects,
                 *[uuid4().hex for _ in range(count)],
             ],
         )

@@ -22,6 +22,7 @@ from distaff.policy import read_policy_version
 from distaff.runs import list_runs, read_config_json, read_state
 from distaff.safety import check_redis
 from distaff.settings import DEFAULT_REDIS_URL, Settings
+from distaff_worker import collector
 from distaff_worker.health import HealthServer
 from distaff_worker.job import GroupPlayer
 from distaff_worker.metrics import Metrics
@@ -40,14 +41,16 @@ def run(settings: Settings) -> int:
         ping(client, url)
         check_redis(client, url, allow_unprotected=settings.allow_unprotected)
         _import_environments()
+        collector.settle()
         try:
-            asyncio.run(_work(client, settings))
+            with connect(url, client_name="distaff-beat", socket_timeout_s=max(1.0, settings.worker.beat_s)) as beats:
+                asyncio.run(_work(client, beats, settings))
         except redis.RedisError as error:
             raise RedisUnavailable(f"Redis failed while the worker started or ended: {type(error).__name__}") from error
     return 0
 
 
-async def _work(client: redis.Redis, settings: Settings) -> None:
+async def _work(client: redis.Redis, beats: redis.Redis, settings: Settings) -> None:
     worker, metrics = settings.worker, Metrics()
     name = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(3)}"
     player = GroupPlayer(
@@ -71,6 +74,7 @@ async def _work(client: redis.Redis, settings: Settings) -> None:
         options=options,
         player=player,
         metrics=metrics,
+        beats=beats,
         done=(lambda: _all_ended(client, settings.run.pool)) if worker.exit_when_done else None,
     )
     health = HealthServer(

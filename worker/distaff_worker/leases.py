@@ -28,6 +28,11 @@ class Lease:
     claimed: float
     """time.monotonic() of the claim."""
 
+    @property
+    def suspect(self) -> bool:
+        """Lost so often that it may be what kills workers; a worker plays one such item at a time (claim.lua)."""
+        return self.lost >= 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:

@@ -21,9 +21,12 @@ from distaff_worker.leases import Lease
 from distaff_worker.metrics import Metrics
 from distaff_worker.rollout import Roller
 from distaff_worker.sampling import Limits, derive_seed
+from distaff_worker.turns import Turnstile
 from distaff_worker.warm import WarmRun
 
 log = structlog.get_logger(__name__)
+STARTS_AT_ONCE = 4
+"""Rollouts that begin in one turn of the loop; environments take a good part of a millisecond to set one up."""
 
 
 class GroupRoller:
@@ -32,6 +35,7 @@ class GroupRoller:
     def __init__(self, *, tokenizing: Executor, metrics: Metrics) -> None:
         self._tokenizing, self._metrics = tokenizing, metrics
         self._roller = Roller()
+        self._turnstile = Turnstile(STARTS_AT_ONCE)
 
     @property
     def strays(self) -> int:
@@ -49,6 +53,7 @@ class GroupRoller:
 
     async def _rollout(self, run: WarmRun, lease: Lease, item: RolloutItem, index: int) -> Attempt:
         """Rollout `index`, played again while its failure may pass and its deadline allows."""
+        await self._turnstile.turn()
         limits = run.config.rollouts
         started = time.monotonic()
         for retry in range(limits.rollout_retries + 1):

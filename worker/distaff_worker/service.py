@@ -34,6 +34,8 @@ from distaff_worker.sweep import Sweeper
 log = structlog.get_logger(__name__)
 CLAIM_BATCH = 16
 IDLE_WAIT_S = 1.0
+SUSPECTS_WAIT_S = 0.25
+"""Pause when all there is on the queue must wait for a suspect to end."""
 TICK_S = 0.05
 TIDY_EVERY_S = 60.0
 UNWIND_S = 5.0
@@ -59,6 +61,7 @@ class ServiceOptions:
 class Service:
     """One worker on one pool. `run` returns when it was told to stop and everything is settled or handed back.
 
+    beats: a client for the heartbeats, with a shorter time-out, so that a connection that went silent does not cost the leases.
     done: asked (on a thread) when there is nothing to do; True ends the worker.
     """
 
@@ -69,6 +72,7 @@ class Service:
         options: ServiceOptions,
         player: Player,
         metrics: Metrics,
+        beats: redis.Redis | None = None,
         done: Callable[[], bool] | None = None,
     ) -> None:
         self._options, self._player, self._metrics, self._done = options, player, metrics, done
@@ -95,7 +99,7 @@ class Service:
         )
         self._sweeper = Sweeper(client, pool=options.pool)
         self._beater = Beater(
-            client,
+            beats or client,
             **names,
             lease_s=options.lease_s,
             beat_s=options.beat_s,
@@ -114,6 +118,7 @@ class Service:
         self._stopping, self._freed = asyncio.Event(), asyncio.Event()
         self._claims = ThreadPoolExecutor(1, "distaff-claim")
         self._books = ThreadPoolExecutor(4, "distaff-settle")
+        self._upkeep = ThreadPoolExecutor(1, "distaff-upkeep")
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
         await self._player.open()
@@ -137,13 +142,13 @@ class Service:
     async def _close(self) -> None:
         self._killed.set()
         await self._player.close()
-        await asyncio.to_thread(self._beater.stop)
+        await self._loop.run_in_executor(self._upkeep, self._beater.stop)
         try:
             await self._loop.run_in_executor(self._books, self._registration.death)
         except redis.RedisError as error:
             log.warning("worker.unregistered_late", error=type(error).__name__)
-        self._claims.shutdown()
-        self._books.shutdown()
+        for threads in (self._claims, self._books, self._upkeep):
+            threads.shutdown()
         log.info("worker.stopped", worker=self._options.name, settled=self._executions.settled)
 
     # -- admission ---------------------------------------------------------------------------------------------------
@@ -179,9 +184,12 @@ class Service:
 
     def _claim(self, count: int) -> list[Lease]:
         try:
-            leases = self._claimer.claim(count)
+            suspects = sum(lease.suspect for lease in self._executions.leases())
+            leases = self._claimer.claim(count, suspects=suspects)
             if not leases and not self._options.burst and self._claimer.wait(IDLE_WAIT_S):
-                leases = self._claimer.claim(count)
+                leases = self._claimer.claim(count, suspects=suspects)
+                if not leases:
+                    time.sleep(SUSPECTS_WAIT_S)
             if self._registration.get_state() == WorkerStatus.SUSPENDED:
                 self._registration.set_state(WorkerStatus.IDLE)
         except Suspended:
@@ -246,9 +254,9 @@ class Service:
         tidied = 0.0
         while True:
             try:
-                await asyncio.to_thread(self._sweeper.sweep)
+                await self._loop.run_in_executor(self._upkeep, self._sweeper.sweep)
                 if time.monotonic() - tidied > TIDY_EVERY_S:
-                    await asyncio.to_thread(self._sweeper.tidy)
+                    await self._loop.run_in_executor(self._upkeep, self._sweeper.tidy)
                     tidied = time.monotonic()
             except redis.RedisError as error:
                 log.warning("sweep.failed", error=type(error).__name__)

@@ -16,20 +16,13 @@ from redis.commands.core import Script
 from rq.utils import now, utcformat
 
 from distaff import scripts
+from distaff.clients import may_pass
 from distaff.keys import RunKeys, parse_job_id
 from distaff_worker.leases import Counts, Lease, Settlement
 from distaff_worker.rq_schema import ExecutionKeys, PoolKeys, pack_exception, results_key, worker_executions_key
 
 log = structlog.get_logger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
-TRANSIENT = (
-    redis.exceptions.ConnectionError,
-    redis.exceptions.TimeoutError,
-    redis.exceptions.OutOfMemoryError,
-    redis.exceptions.BusyLoadingError,
-    redis.exceptions.ReadOnlyError,
-    redis.exceptions.TryAgainError,
-)
 
 
 class Settler:
@@ -117,9 +110,9 @@ class Settler:
             try:
                 answer = script(keys=keys, args=[lease.execution_id, lease.job_id, *args])
                 return cast(Settlement, answer.decode())
-            except TRANSIENT as error:
+            except redis.RedisError as error:
                 log.warning("settle.delayed", job=lease.job_id, error=type(error).__name__)
-                if self._give_up():
+                if self._give_up() or not may_pass(error):
                     raise
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -20,6 +20,7 @@ from distaff.environments.load import environment_ref, load
 from distaff.environments.protocol import Environment
 from distaff.errors import DistaffError, FatalRun
 from distaff.types import EnvironmentRef
+from distaff_worker import collector
 from distaff_worker.engines import open_chat_engine, open_token_engine
 from distaff_worker.engines.protocol import ChatEngine, EngineInfo, TokenEngine
 from distaff_worker.rendering.loading import open_renderer
@@ -117,6 +118,7 @@ class WarmRuns:
         else:
             chat_engine = open_chat_engine(config.engine)
             info = await _checked(chat_engine, environment)
+        collector.settle()
         log.info("run.warmed", run=config.run.name, mode=mode, model=info.model, engine=info.kind, version=info.version)
         return WarmRun(
             config=config,

@@ -1,14 +1,17 @@
 -- Pop and lease up to n items in one step: an item is in the list or leased, never in between.
 -- Leases are on the server's clock. An item that is settled already is not played again; one whose dead letter an operator
 -- put back on the queue stops being a dead letter here.
+-- An item that was lost with its worker twice or more is a suspect: a worker plays one suspect at a time, so that one that kills
+-- workers does not drag the others that were lost with it down to their own limit. A suspect that must wait goes to the back.
 -- KEYS  1 queue list  2 wip zset  3 the worker's executions set  4 worker hash  5 finished zset  6 suspended flag
 -- ARGV  1 n  2 job key prefix  3 execution key prefix  4 executions key prefix  5 worker name  6 ISO time  7 lease in ms
---       8 run key prefix  9.. n execution ids
+--       8 run key prefix  9 suspects this worker plays already  10.. n execution ids
 -- returns 0 when suspended, else a list of {job id, execution id, data, attempts, lost, first attempt, policy version}
 if redis.call('EXISTS', KEYS[6]) == 1 then return 0 end
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1e6
 local lease_ms, wanted = tonumber(ARGV[7]), tonumber(ARGV[1])
+local suspects, looks = tonumber(ARGV[9]), redis.call('LLEN', KEYS[1])
 local claimed = {}
 
 -- What the run says of an item: 'open' (play it), 'emitted', or 'unknown' (the run was deleted).
@@ -25,13 +28,17 @@ local function standing(run, seq)
   return 'revived'
 end
 
-while #claimed < wanted do
+while #claimed < wanted and looks > 0 do
+  looks = looks - 1
   local id = redis.call('LPOP', KEYS[1])
-  if not id then break end
   local job = ARGV[2] .. id
-  local fields = redis.call('HMGET', job, 'status', 'result_ttl', 'data')
-  if fields[1] == 'queued' and fields[3] then
+  local fields = redis.call('HMGET', job, 'status', 'result_ttl', 'data', 'distaff_lost')
+  local suspect = tonumber(fields[4] or '0') >= 2
+  if suspect and suspects > 0 and fields[1] == 'queued' then
+    redis.call('RPUSH', KEYS[1], id)
+  elseif fields[1] == 'queued' and fields[3] then
     local run, seq = string.match(id, '^(.+)%-(%d+)$')
+    if run and tonumber(seq) > 4294967295 then run = nil end -- no bitmap has such a bit, so no run of ours
     local state = run and standing(run, tonumber(seq)) or 'foreign'
     if state == 'emitted' then
       local ttl = tonumber(fields[2] or '600')
@@ -42,7 +49,8 @@ while #claimed < wanted do
       redis.call('DEL', job)
     else
       if state == 'revived' then redis.call('HDEL', job, 'distaff_attempts', 'distaff_lost', 'distaff_first', 'distaff_settled') end
-      local execution = ARGV[9 + #claimed]
+      if suspect then suspects = suspects + 1 end
+      local execution = ARGV[10 + #claimed]
       local composite = id .. ':' .. execution
       redis.call('HSETNX', job, 'distaff_first', now)
       redis.call('HSET', job, 'status', 'started', 'worker_name', ARGV[5], 'started_at', ARGV[6], 'last_heartbeat', ARGV[6],

@@ -24,7 +24,7 @@ from distaff.errors import ConfigurationError, EngineAnswerError, EngineError, E
 from distaff.types import JSON
 from distaff_worker.engines.endpoints import Endpoint, Endpoints
 from distaff_worker.engines.failures import PassingFailure, error_text, is_passing, refusal, retry_after_s
-from distaff_worker.engines.turns import Turnstile
+from distaff_worker.turns import Turnstile
 
 T = TypeVar("T")
 Reader = Callable[[aiohttp.ClientResponse], Awaitable[T]]
