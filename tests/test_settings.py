@@ -201,7 +201,7 @@ def test_every_key_has_a_variable_and_a_flag_that_set_it(path: str, monkeypatch:
         "bool": ("true", True),
         "list": ("http://x", ["http://x"]),
         "dict": ('{"a": 1}', {"a": 1}),
-        "scalar": ("1", None),
+        "scalar": (str(max([1, *(limit.ge for limit in key.metadata if hasattr(limit, "ge"))])), None),
     }[key.kind]
     if "whole number" not in key.allowed and "a number" not in key.allowed and key.kind == "scalar":
         text = key.allowed.replace(" or ", ", ").split(", ")[-1] if "a text" not in key.allowed else "some-text"
