@@ -15,7 +15,7 @@ from distaff.errors import (
 )
 from distaff_worker.engines import open_chat_engine, open_token_engine
 from distaff_worker.engines.protocol import Generation
-from distaff_worker.engines.turns import Turnstile
+from distaff_worker.turns import Turnstile
 from tests.engines_support import (
     KINDS,
     TOKEN_KINDS,
