@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from distaff.clients import connect, ping
 from distaff.config import RunConfig
+from distaff.logs import adopt_loggers
 from distaff.runs import read_config_json, read_state
 from distaff.safety import check_redis
 from distaff_producer.admit import check_same
@@ -45,6 +46,7 @@ def run(
     from distaff.environments.load import load
 
     environment = load(config.environment)
+    adopt_loggers()
     try:
         return Producer(config, redis_url, environment, stop=stop, outage_budget_s=outage_budget_s).run(progress)
     finally:

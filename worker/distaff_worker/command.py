@@ -18,6 +18,7 @@ import structlog
 
 from distaff.clients import connect, ping
 from distaff.errors import RedisUnavailable
+from distaff.logs import adopt_loggers
 from distaff.policy import read_policy_version
 from distaff.runs import list_runs, read_config_json, read_state
 from distaff.safety import check_redis
@@ -102,7 +103,10 @@ def _pool_of(client: redis.Redis, name: str) -> str:
 def _import_environments() -> None:
     """verifiers takes seconds to import; done here, it does not hold up the loop at the first item."""
     started = time.monotonic()
+    # transformers advises installing torch, which a worker has no use for.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import verifiers
 
     _ = verifiers.Environment
+    adopt_loggers()
     log.debug("verifiers.imported", seconds=round(time.monotonic() - started, 2))
