@@ -310,6 +310,29 @@ async def test_a_cancelled_read_loses_nothing(client: redis.Redis, redis_url: st
     assert client.xlen(KEYS.groups) == 0
 
 
+async def test_a_cancellation_that_redis_swallows_still_counts(client: redis.Redis, redis_url: str) -> None:
+    """asyncio.wait_for of Python 3.11 does that, inside of redis-py: the reply comes and the cancellation is forgotten."""
+    append_groups(client, _groups(2), close=False)
+    mine = connect_async(redis_url)
+    method = mine.xreadgroup
+
+    async def swallowing(*args: Any, **options: Any) -> Any:
+        reply = await method(*args, **options)
+        try:
+            await asyncio.sleep(0.1)
+        except asyncio.CancelledError:
+            return reply
+        return reply
+
+    async with mine, AsyncGroupConsumer("run", mine, **FAST) as consumer:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mine, "xreadgroup", swallowing)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await anext(consumer)
+        assert [(await anext(consumer)).group.seq for _ in range(2)] == [0, 1]
+
+
 async def test_a_batch_that_was_cancelled_half_way_is_continued(client: redis.Redis, redis_url: str) -> None:
     """What was collected for it is in the next batch."""
     append_groups(client, _groups(3), close=False)

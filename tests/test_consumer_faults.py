@@ -123,9 +123,14 @@ class Killed(BaseException):
 class Dying:
     """Drives a core against a real Redis and dies at its k-th command, before it is sent or after Redis has done it."""
 
-    def __init__(self, client: redis.Redis, *, at: int, after: bool) -> None:
-        self.core = ConsumerCore("run", consumer="trainer-0", batch=3, block_s=0.02, max_deliveries=50)
+    def __init__(
+        self, client: redis.Redis, *, at: int, after: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.core = ConsumerCore("run", consumer="trainer-0", batch=3, block_s=0.02, max_deliveries=50, clock=clock)
         self._client, self._at, self._after, self._sent = client, at, after, 0
+
+    def die_at_next(self) -> None:
+        self._at = self._sent + 1
 
     def drive(self, steps: Steps[Any]) -> Any:
         try:
@@ -189,6 +194,29 @@ def test_a_consumer_killed_at_every_command_loses_nothing(client: redis.Redis) -
                 break
         else:
             pytest.fail("more commands than expected: raise the bound")
+
+
+def test_what_the_server_gives_to_a_read_that_nobody_waits_for_is_found(client: redis.Redis) -> None:
+    """It may deliver after the backlog was looked through; a second look, a little later, finds that."""
+    now = 0.0
+    worker = Dying(client, at=0, after=False, clock=lambda: now)
+
+    def next_seq() -> int:
+        delivery = worker.drive(worker.core.next_delivery())
+        return int(delivery.group.seq)
+
+    append_groups(client, _groups(0, 1), close=False)
+    assert next_seq() == 0
+    worker.die_at_next()
+    with pytest.raises(Killed):
+        next_seq()
+    append_groups(client, _groups(1, 2), close=False)
+    assert next_seq() == 1
+    append_groups(client, _groups(2, 3), close=False)
+    client.xreadgroup("trainer", "trainer-0", {KEYS.groups: ">"})
+    append_groups(client, _groups(3, 4), close=False)
+    now = 2.0
+    assert [next_seq(), next_seq()] == [2, 3]
 
 
 @contextmanager

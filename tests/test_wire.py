@@ -95,7 +95,7 @@ def groups(draw: st.DrawFn) -> ScoredGroup:
     return group
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(group=groups(), compression=st.sampled_from(["none", "zstd"]))
 def test_a_group_is_the_same_after_the_wire(group: ScoredGroup, compression: Compression) -> None:
     """Every field, every dtype and any text, lone surrogates included, comes back."""

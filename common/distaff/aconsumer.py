@@ -79,11 +79,16 @@ class AsyncGroupConsumer(ConsumerBase):
         await self.close()
 
     async def _drive(self, steps: Steps[T]) -> T:
+        task = asyncio.current_task()
+        cancelled = task.cancelling() if task else 0
         try:
             step = next(steps)
             while True:
                 try:
                     reply = await self._perform(step)
+                    if task and task.cancelling() > cancelled:
+                        # redis-py sends within asyncio.wait_for, which before Python 3.12 may swallow a cancellation.
+                        raise asyncio.CancelledError
                 except (exceptions.RedisError, DistaffError, OSError) as error:
                     step = steps.throw(error)
                 else:

@@ -16,10 +16,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from redis import exceptions
 
+from distaff.clients import REFUSALS, is_full, may_pass
 from distaff.consuming_steps import MAX_BLOCK_S, Call, ConsumerOptions, Delivery, Pause, RunScript, Steps, Work
 from distaff.errors import (
     CodecMissing,
@@ -39,7 +41,6 @@ log = logging.getLogger("distaff.consumer")
 _PAGE = 100
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
-_RETRIED_REPLIES = ("MISCONF", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "UNBLOCKED", "NOREPLICAS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,9 @@ class ConsumerCore:
         self._seen = SeenNumbers()
         self._backlog: str | None = "-"
         """Where to go on looking for entries that are ours already; None when all of them are known."""
+        self._reading = False
+        """True from the start of a read until its reply is here, and after one whose reply was lost."""
+        self._second_look = inf
         self._joined = False
         self._opened: bytes | None = None
         self._next_claim = 0.0
@@ -150,6 +154,9 @@ class ConsumerCore:
         if self._backlog is not None:
             yield from self._read_backlog()
             return True
+        if self._clock() >= self._second_look:
+            self._backlog, self._second_look = "-", inf
+            return True
         if self._clock() >= self._next_claim:
             yield from self._claim_idle()
         if not self._buffer:
@@ -166,7 +173,7 @@ class ConsumerCore:
     def _read_new(self, *, block: bool = False) -> Steps[None]:
         failures = self._failures
         # Until the reply is here entries may be ours without our knowing them.
-        self._backlog = "-"
+        self._backlog, self._reading = "-", True
         reply = yield from self._reliable(
             Call(
                 "xreadgroup",
@@ -175,7 +182,7 @@ class ConsumerCore:
             )
         )
         if self._failures == failures:
-            self._backlog = None
+            self._backlog, self._reading = None, False
         self._buffer.extend(_Entry(_id(entry_id), fields, 1) for entry_id, fields in _entries(reply))
 
     def _read_backlog(self) -> Steps[None]:
@@ -183,6 +190,9 @@ class ConsumerCore:
         rows, after = yield from self._pending_page(self._backlog or "-", self._batch, {"consumername": self.name})
         yield from self._take(rows, min_idle_ms=0)
         self._backlog = after
+        if after is None and self._reading:
+            # The server may notice only later that nobody waits for that read any more, and deliver to it until then.
+            self._second_look, self._reading = self._clock() + self._block_s + 1, False
 
     def _claim_idle(self) -> Steps[None]:
         """Entries that any member, dead or alive, has kept for too long."""
@@ -307,20 +317,17 @@ class ConsumerCore:
         while True:
             try:
                 return (yield step)
-            except (exceptions.AuthenticationError, exceptions.NoPermissionError) as error:
+            except REFUSALS as error:
                 raise RedisUnavailable(
                     f"Redis refuses the credentials ({error}): check the password in its URL"
                 ) from None
-            except (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, OSError) as error:
-                problem: Exception = error
-            except exceptions.ResponseError as error:
+            except (exceptions.RedisError, OSError) as error:
                 if str(error).startswith("NOGROUP"):
                     yield from self._rejoin()
                     continue
-                is_full = isinstance(error, exceptions.OutOfMemoryError)
-                if (is_full and full) or not (is_full or str(error).startswith(_RETRIED_REPLIES)):
+                if (full and is_full(error)) or not may_pass(error):
                     raise
-                problem = error
+                problem: Exception = error
             self._failures += 1
             now = self._clock()
             gave_up = gave_up or now + self._reconnect_s

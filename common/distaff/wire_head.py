@@ -33,6 +33,7 @@ _MAX_KEYS = 1024
 Kinds: TypeAlias = frozenset[type]
 _STR, _INT, _FLOAT, _BOOL, _MAP = (frozenset({kind}) for kind in (str, int, float, bool, dict))
 _NONE = frozenset({type(None)})
+_NUMBER = _FLOAT | _NONE
 
 _GROUP: dict[str, Kinds] = {
     "run": _STR,
@@ -86,6 +87,7 @@ _CLOSED = {
     "api": frozenset({"classic", "v1"}),
     "split": frozenset({"train", "eval"}),
 }
+_EMPTY: dict[str, list[Any]] = {name: [] for name in _ROLLOUT}
 _values_of = attrgetter(*_ROLLOUT)
 
 
@@ -207,12 +209,14 @@ def _fields(value: object, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
 
 def _columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     rows = list(map(_values_of, rollouts))
-    columns: dict[str, Any] = {name: [row[i] for row in rows] for i, name in enumerate(_ROLLOUT)}
-    columns["reward"] = _floats(columns["reward"])
-    columns["error"] = [None if error is None else _fields(error, _ERROR) for error in columns["error"]]
-    columns["metrics"] = _number_columns([rollout.metrics for rollout in rollouts])
-    columns["timings"] = _number_columns([rollout.timings for rollout in rollouts])
-    return columns
+    columns: dict[str, Any] = dict(zip(_ROLLOUT, map(list, zip(*rows, strict=True)), strict=True)) if rows else _EMPTY
+    return {
+        **columns,
+        "reward": _floats(columns["reward"]),
+        "error": [None if error is None else _fields(error, _ERROR) for error in columns["error"]],
+        "metrics": _number_columns([rollout.metrics for rollout in rollouts]),
+        "timings": _number_columns([rollout.timings for rollout in rollouts]),
+    }
 
 
 def _number_columns(maps: Sequence[Mapping[str, float]]) -> dict[str, list[float | None]]:
@@ -251,8 +255,12 @@ def _check_columns(columns: Any) -> None:
     if type(columns) is not dict:
         raise WireError("rollouts of a group is not a map of columns")
     for name, kinds in _ROLLOUT.items():
-        _check_column(columns.get(name), kinds, name)
-    _check_column(columns.get("tools"), _INT, "tools")
+        column = columns.get(name)
+        if type(column) is not list or not kinds.issuperset(map(type, column)):
+            raise _wrong_column(name, kinds)
+    tools = columns.get("tools")
+    if type(tools) is not list or not _INT.issuperset(map(type, tools)):
+        raise _wrong_column("tools", _INT)
     if min(columns["tools"], default=0) < 0:
         raise WireError("rollouts.tools of a group has a negative index")
     for error in columns["error"]:
@@ -263,12 +271,12 @@ def _check_columns(columns: Any) -> None:
         if type(numbers) is not dict or not _STR.issuperset(map(type, numbers)):
             raise WireError(f"rollouts.{name} of a group is not a map of columns")
         for column in numbers.values():
-            _check_column(column, _FLOAT | _NONE, name)
+            if type(column) is not list or not _NUMBER.issuperset(map(type, column)):
+                raise _wrong_column(name, _NUMBER)
 
 
-def _check_column(column: Any, kinds: Kinds, name: str) -> None:
-    if type(column) is not list or not kinds.issuperset(map(type, column)):
-        raise WireError(f"rollouts.{name} of a group is not a list of {_names(kinds)}")
+def _wrong_column(name: str, kinds: Kinds) -> WireError:
+    return WireError(f"rollouts.{name} of a group is not a list of {_names(kinds)}")
 
 
 def _check_fields(value: Any, kinds: Mapping[str, Kinds], where: str) -> None:
