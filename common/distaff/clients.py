@@ -22,22 +22,37 @@ SOCKET_TIMEOUT_S = 30.0
 """Above every blocking read we send (at most 5 s), so that a dead peer is noticed."""
 CONNECT_TIMEOUT_S = 5.0
 
-_PASSING_REPLIES = ("MISCONF", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "UNBLOCKED", "NOREPLICAS")
 _PASSING = (
     redis.exceptions.ConnectionError,
     redis.exceptions.TimeoutError,
     redis.exceptions.OutOfMemoryError,
     redis.exceptions.BusyLoadingError,
     redis.exceptions.ReadOnlyError,
+    redis.exceptions.MasterDownError,
+    redis.exceptions.ClusterDownError,
     redis.exceptions.TryAgainError,
+    OSError,
 )
+_PASSING_REPLIES = ("OOM", "MISCONF", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "UNBLOCKED", "NOREPLICAS")
+"""Beginnings of error replies for which redis-py has no class in every place they occur."""
+REFUSALS = (
+    redis.exceptions.AuthenticationError,
+    redis.exceptions.AuthorizationError,
+    redis.exceptions.NoPermissionError,
+)
+"""The server answers, and will not have us."""
 
 
-def may_pass(error: redis.RedisError) -> bool:
-    """The same command may succeed later: no connection, a time-out, a server that is full, loading, or in failover."""
-    if isinstance(error, redis.exceptions.AuthenticationError):
+def may_pass(error: Exception) -> bool:
+    """The same command may succeed later: no connection, a time-out, a server that is full, loading, or failing over."""
+    if isinstance(error, REFUSALS):
         return False
     return isinstance(error, _PASSING) or str(error).startswith(_PASSING_REPLIES)
+
+
+def is_full(error: Exception) -> bool:
+    """The server has reached its maxmemory; consumers make room."""
+    return isinstance(error, redis.exceptions.OutOfMemoryError) or str(error).startswith("OOM")
 
 
 def redact_url(url: str) -> str:

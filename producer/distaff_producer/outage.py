@@ -13,29 +13,12 @@ import time
 import redis
 import structlog
 
-from distaff.clients import redact_url
+from distaff.clients import is_full, may_pass, redact_url
 from distaff.errors import RedisUnavailable
 from distaff.redaction import redact
 
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 5.0
-
-PASSING = (
-    redis.exceptions.ConnectionError,
-    redis.exceptions.TimeoutError,
-    redis.exceptions.ReadOnlyError,
-    redis.exceptions.MasterDownError,
-    redis.exceptions.ClusterDownError,
-    redis.exceptions.TryAgainError,
-    redis.exceptions.OutOfMemoryError,
-)
-REFUSED = (
-    redis.exceptions.AuthenticationError,
-    redis.exceptions.AuthorizationError,
-    redis.exceptions.NoPermissionError,
-)
-PASSING_WORDS = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "OOM")
-"""Beginnings of error replies for which redis-py has no class in every place they occur."""
 
 log = structlog.get_logger(__name__)
 
@@ -59,7 +42,7 @@ class Outage:
 
     def wait(self, error: redis.exceptions.RedisError) -> None:
         """Wait before the next try. Raises RedisUnavailable when `error` will not pass or the budget is used up."""
-        if not _may_pass(error):
+        if not may_pass(error):
             raise RedisUnavailable(
                 f"Redis at {self._url} refuses a command of the producer: {redact(str(error))}. The run stays open; mend it and "
                 "produce again: it goes on where it stands"
@@ -69,20 +52,10 @@ class Outage:
         if started:
             log.warning("redis.lost", url=self._url, error=type(error).__name__, detail=redact(str(error)))
         away_s = time.monotonic() - self._since
-        if away_s > self._budget_s and not _is_full(error):
+        if away_s > self._budget_s and not is_full(error):
             raise RedisUnavailable(
                 f"Redis at {self._url} has not answered for {away_s:.0f} s ({type(error).__name__}). The run stays open; start "
                 "Redis and produce again: it goes on where it stands"
             ) from None
         self._stop.wait(self._wait_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
         self._wait_s = min(self._wait_s * 2, LONGEST_WAIT_S)
-
-
-def _may_pass(error: redis.exceptions.RedisError) -> bool:
-    if isinstance(error, REFUSED):
-        return False
-    return isinstance(error, PASSING) or str(error).startswith(PASSING_WORDS)
-
-
-def _is_full(error: redis.exceptions.RedisError) -> bool:
-    return isinstance(error, redis.exceptions.OutOfMemoryError) or str(error).startswith("OOM")
