@@ -15,7 +15,7 @@ import redis as redis_module
 from redis import exceptions
 
 from distaff.clients import connect
-from distaff.consuming import ConsumerBase
+from distaff.consuming_base import ConsumerBase
 from distaff.consuming_steps import SCRIPTS, Call, ConsumerOptions, Delivery, Pause, RunScript, Step, Steps, T
 from distaff.errors import DistaffError
 from distaff.scripts import register

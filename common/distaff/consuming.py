@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import secrets
 import socket
 import time
@@ -21,17 +20,16 @@ from typing import Any
 
 from redis import exceptions
 
-from distaff.clients import REFUSALS, is_full, may_pass
-from distaff.consuming_steps import MAX_BLOCK_S, Call, ConsumerOptions, Delivery, Pause, RunScript, Steps, Work
+from distaff.consuming_steps import MAX_BLOCK_S, Call, Delivery, Pause, RunScript, Steps, Work
 from distaff.errors import (
     CodecMissing,
     ConfigurationError,
     GroupTooLarge,
-    RedisUnavailable,
     SchemaVersionError,
     WireError,
 )
 from distaff.keys import RUN_NAME, RunKeys
+from distaff.retrying import until_answered
 from distaff.seen import SeenNumbers
 from distaff.types import ScoredGroup
 from distaff.wire import MAX_GROUP_BYTES, decode_group
@@ -69,11 +67,11 @@ class ConsumerCore:
         messages: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        _require(RUN_NAME.fullmatch(run), f"run {run!r}: use 1 to 64 letters, digits, '_' or '-'")
-        _require(group, "group is empty: name the consumer group")
-        _require(batch >= 1 and max_deliveries >= 1, "batch and max_deliveries must be at least 1")
-        _require(0 < block_s <= MAX_BLOCK_S, f"block_s is {block_s}: use more than 0 and at most {MAX_BLOCK_S}")
-        _require(claim_idle_s > 0 and reconnect_s >= 0, "claim_idle_s must be above 0 and reconnect_s not below")
+        require(RUN_NAME.fullmatch(run), f"run {run!r}: use 1 to 64 letters, digits, '_' or '-'")
+        require(group, "group is empty: name the consumer group")
+        require(batch >= 1 and max_deliveries >= 1, "batch and max_deliveries must be at least 1")
+        require(0 < block_s <= MAX_BLOCK_S, f"block_s is {block_s}: use more than 0 and at most {MAX_BLOCK_S}")
+        require(claim_idle_s > 0 and reconnect_s >= 0, "claim_idle_s must be above 0 and reconnect_s not below")
         self.run, self.group = run, group
         self.name = consumer or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.parked = 0
@@ -309,35 +307,21 @@ class ConsumerCore:
     # Redis, present or not
 
     def _reliable(self, step: Call | RunScript, *, full: bool = False) -> Steps[Any]:
-        """The reply to `step`, repeated until Redis answers; every step we send may be repeated.
-
-        full: let OutOfMemoryError through, which is otherwise waited out.
-        """
-        gave_up, pause = None, _FIRST_PAUSE_S
+        """The reply to `step`, repeated until Redis answers; `full` lets OutOfMemoryError through."""
         while True:
             try:
-                return (yield step)
-            except REFUSALS as error:
-                raise RedisUnavailable(
-                    f"Redis refuses the credentials ({error}): check the password in its URL"
-                ) from None
-            except (exceptions.RedisError, OSError) as error:
-                if str(error).startswith("NOGROUP"):
-                    yield from self._rejoin()
-                    continue
-                if (full and is_full(error)) or not may_pass(error):
+                return (
+                    yield from until_answered(
+                        step, budget_s=self._reconnect_s, clock=self._clock, full=full, on_failure=self._count_failure
+                    )
+                )
+            except exceptions.ResponseError as error:
+                if not str(error).startswith("NOGROUP"):
                     raise
-                problem: Exception = error
-            self._failures += 1
-            now = self._clock()
-            gave_up = gave_up or now + self._reconnect_s
-            if now >= gave_up:
-                raise RedisUnavailable(
-                    f"Redis gave no usable answer for more than {self._reconnect_s:g} s ({type(problem).__name__}); nothing is lost: "
-                    "start the consumer again when it is back, or raise reconnect_s"
-                ) from None
-            yield Pause(pause * (0.5 + random.random()))  # noqa: S311 - jitter
-            pause = min(pause * 2, _LONGEST_PAUSE_S)
+            yield from self._rejoin()
+
+    def _count_failure(self) -> None:
+        self._failures += 1
 
     def _rejoin(self) -> Steps[None]:
         """The consumer group is gone (Redis was flushed or the run deleted): begin again."""
@@ -348,38 +332,7 @@ class ConsumerCore:
         yield from self.join()
 
 
-class ConsumerBase:
-    """What the synchronous and the asyncio consumer have in common."""
-
-    def __init__(self, run: str, client: Any, options: ConsumerOptions) -> None:
-        _require(
-            not client.get_connection_kwargs().get("decode_responses"),
-            "the redis client has decode_responses=True; groups are bytes: make one without",
-        )
-        self._core = ConsumerCore(run, **options)
-        self._partial: list[Delivery] = []
-
-    @property
-    def name(self) -> str:
-        """Of this member of the consumer group."""
-        return self._core.name
-
-    @property
-    def parked(self) -> int:
-        """Deliveries this consumer gave up: undecodable, or delivered too often."""
-        return self._core.parked
-
-    @property
-    def duplicates(self) -> int:
-        """Entries acknowledged unseen because this consumer had yielded their group before."""
-        return self._core.duplicates
-
-    def _take_partial(self) -> list[Delivery]:
-        batch, self._partial = self._partial, []
-        return batch
-
-
-def _require(condition: object, message: str) -> None:
+def require(condition: object, message: str) -> None:
     if not condition:
         raise ConfigurationError(f"consumer: {message}")
 
