@@ -61,6 +61,7 @@ ENTRYPOINT ["distaff"]
 CMD ["archive"]
 
 FROM python AS demo-engine
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends libgomp1 >/dev/null && rm -rf /var/lib/apt/lists/*
 COPY --from=demo-engine-deps /opt/distaff /opt/distaff
 COPY --from=wheel /wheels /wheels
 RUN pip install --quiet --no-deps /wheels/*.whl

@@ -45,9 +45,7 @@ def start(options: Options) -> RunningServer:
     try:
         import xllamacpp
     except ImportError as error:
-        raise ConfigurationError(
-            f"the demo engine is not installed ({error}); install it with: {INSTALL_SERVER}"
-        ) from None
+        raise ConfigurationError(f"the demo engine cannot be loaded ({error}); {_mend(error)}") from None
     parameters = xllamacpp.CommonParams()
     parameters.model.path = str(path)
     parameters.model_alias = {MODEL_NAME}
@@ -65,6 +63,13 @@ def start(options: Options) -> RunningServer:
     parameters.verbosity = QUIET
     server = xllamacpp.Server(parameters)
     return RunningServer(url=server.listening_address, handle=server)
+
+
+def _mend(error: ImportError) -> str:
+    """The wheel brings everything but the OpenMP runtime, which slim systems lack."""
+    if "libgomp" in str(error):
+        return "install the system library: apt-get install libgomp1 (Fedora: dnf install libgomp)"
+    return f"install it with: {INSTALL_SERVER}"
 
 
 def _check_port(options: Options) -> None:
