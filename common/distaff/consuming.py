@@ -20,6 +20,7 @@ from typing import Any
 
 from redis import exceptions
 
+from distaff.clients import is_full
 from distaff.consuming_steps import MAX_BLOCK_S, Call, Delivery, Pause, RunScript, Steps, Work
 from distaff.errors import (
     CodecMissing,
@@ -268,7 +269,9 @@ class ConsumerCore:
             parked = yield from self._reliable(
                 RunScript("park", keys, [self.group, entry_id, self.name, text]), full=True
             )
-        except exceptions.OutOfMemoryError:
+        except exceptions.ResponseError as error:
+            if not is_full(error):
+                raise
             # Only acknowledging the groups behind it makes room: it stays pending and is tried again at the end.
             log.warning("delivery.park_postponed run=%s group=%s entry=%s", self.run, self.group, entry_id)
             yield Pause(self._block_s)
@@ -307,7 +310,7 @@ class ConsumerCore:
     # Redis, present or not
 
     def _reliable(self, step: Call | RunScript, *, full: bool = False) -> Steps[Any]:
-        """The reply to `step`, repeated until Redis answers; `full` lets OutOfMemoryError through."""
+        """The reply to `step`, repeated until Redis answers; `full` lets the error of a full server through."""
         while True:
             try:
                 return (

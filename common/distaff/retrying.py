@@ -11,12 +11,12 @@ from typing import Any
 
 from redis import exceptions
 
+from distaff.clients import REFUSALS, is_full, may_pass
 from distaff.consuming_steps import Call, Pause, RunScript, Steps
 from distaff.errors import RedisUnavailable
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
-_HEALING_REPLIES = ("MISCONF", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "UNBLOCKED", "NOREPLICAS")
 
 
 def until_answered(
@@ -29,36 +29,28 @@ def until_answered(
 ) -> Steps[Any]:
     """The reply to `step`, with pauses that double and jitter; `on_failure` is called after each try that failed.
 
-    full: let OutOfMemoryError through, which is otherwise waited out.
+    full: let a full server's error through, which is otherwise waited out.
     Raises RedisUnavailable (refused credentials; no answer within `budget_s` of the first failure), ResponseError.
     """
     give_up, pause_s = None, _FIRST_PAUSE_S
     while True:
         try:
             return (yield step)
-        except (exceptions.AuthenticationError, exceptions.NoPermissionError) as error:
+        except REFUSALS as error:
             raise RedisUnavailable(
                 f"Redis refuses the credentials ({error}): check the user and password in its URL"
             ) from None
-        except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
-            problem: Exception = error
-        except exceptions.ResponseError as error:
-            if not _heals(error, full=full):
+        except (exceptions.RedisError, OSError) as error:
+            if not may_pass(error) or (full and is_full(error)):
                 raise
-            problem = error
+            problem = type(error).__name__
         on_failure()
         now = clock()
         give_up = give_up or now + budget_s
         if now >= give_up:
             raise RedisUnavailable(
-                f"Redis gave no usable answer for more than {budget_s:g} s ({type(problem).__name__}); nothing is lost: start "
+                f"Redis gave no usable answer for more than {budget_s:g} s ({problem}); nothing is lost: start "
                 "the consumer again when it is back, or raise reconnect_s"
             ) from None
         yield Pause(pause_s * (0.5 + random.random()))  # noqa: S311 - jitter
         pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
-
-
-def _heals(error: exceptions.ResponseError, *, full: bool) -> bool:
-    if isinstance(error, exceptions.OutOfMemoryError):
-        return not full
-    return isinstance(error, exceptions.ReadOnlyError) or str(error).startswith(_HEALING_REPLIES)
