@@ -15,6 +15,7 @@ from distaff.config import TokenizerSection
 from distaff.errors import ConfigurationError, TokenizationError
 from distaff.types import Message
 from distaff_worker.rendering.completions import read_json_call, split_tool_calls
+from distaff_worker.rendering.decoding import open_decoder
 from distaff_worker.rendering.encoding import TextEncoder
 from distaff_worker.rendering.loading import open_renderer
 from distaff_worker.steps import TokenStep
@@ -423,3 +424,44 @@ def test_the_package_is_taken_only_where_it_equals_the_template(tmp_path: Path) 
     folder = tmp_path / "Qwen3-0.6B"
     tokenizer("qwen3_style").save_pretrained(folder)
     assert open_renderer(TokenizerSection(name=str(folder)), "").kind == "template"
+
+
+# -- decoding by table
+
+
+def test_decoding_by_table_is_the_tokenizers_own() -> None:
+    """Any ids, broken characters and special tokens included."""
+    own = tokenizer("qwen3_style")
+    decode = open_decoder(own)
+    assert decode.__name__ == "by_table"
+
+    @given(numbers=st.lists(st.integers(0, len(own) - 1), max_size=40))
+    @settings(max_examples=200, deadline=None)
+    def check(numbers: list[int]) -> None:
+        expected = own.decode(numbers, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert decode(numbers) == expected
+
+    check()
+
+
+def test_a_tokenizer_that_is_not_byte_level_decodes_for_itself() -> None:
+    """Seen from its decoder, or from one trial that comes out differently."""
+
+    class Odd:
+        """A byte-level tokenizer whose wrapper changes the text."""
+
+        backend_tokenizer = tokenizer("smollm2").backend_tokenizer
+
+        def get_vocab(self) -> dict[str, int]:
+            return dict(tokenizer("smollm2").get_vocab())
+
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return str(tokenizer("smollm2").decode(ids)).upper()
+
+    assert open_decoder(Odd())(tokenizer("smollm2").encode("hello")) == "HELLO"
+
+
+def test_an_id_without_a_token_is_left_to_the_tokenizer() -> None:
+    """Models with padded embeddings can sample one."""
+    ids = [*tokenizer("smollm2").encode("hello"), 60_000]
+    assert open_decoder(tokenizer("smollm2"))(ids) == "hello"

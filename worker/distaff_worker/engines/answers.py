@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from distaff.errors import EngineAnswerError
 from distaff.types import JSON, FinishReason
 from distaff_worker.engines.protocol import Generation
@@ -72,13 +74,18 @@ def _logprobs(value: JSON, *, where: str) -> list[float]:
         raise EngineAnswerError(f"{where}: the answer has no log-probabilities")
     if not set(map(type, value)) <= {int, float}:
         raise EngineAnswerError(f"{where}: the log-probabilities are not all numbers")
-    if MISSING_LOGPROB in value:
+    try:
+        numbers = np.array(value, np.float64)
+    except OverflowError:
+        raise EngineAnswerError(f"{where}: a log-probability is not finite") from None
+    if (numbers == MISSING_LOGPROB).any():
         raise EngineAnswerError(f"{where}: the engine has no log-probability for some tokens ({MISSING_LOGPROB})")
-    if not all(map(math.isfinite, value)):
+    if not np.isfinite(numbers).all():
         raise EngineAnswerError(f"{where}: a log-probability is not finite")
-    if value and max(value) > LOGPROB_TOLERANCE:
-        raise EngineAnswerError(f"{where}: log-probability {max(value)} is above 0")
-    return [float(number) for number in value]
+    if value and numbers.max() > LOGPROB_TOLERANCE:
+        raise EngineAnswerError(f"{where}: log-probability {numbers.max()} is above 0")
+    checked: list[float] = numbers.tolist()
+    return checked
 
 
 def finish_reason(value: JSON) -> FinishReason:

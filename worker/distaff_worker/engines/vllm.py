@@ -120,11 +120,11 @@ def _logprobs(choice: Mapping[str, JSON], ids: JSON, *, where: str) -> JSON:
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
     if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
         return None
-    if isinstance(ids, list):
-        for token, entry in zip(ids, content, strict=False):
-            named = entry.get("token_id")
-            if named is not None and named != token:
-                raise EngineAnswerError(f"{where}: log-probability of token {named} where token {token} was sampled")
+    named = [entry.get("token_id") for entry in content]
+    if isinstance(ids, list) and named != ids:
+        for token, other in zip(ids, named, strict=False):
+            if other is not None and other != token:
+                raise EngineAnswerError(f"{where}: log-probability of token {other} where token {token} was sampled")
     return [entry.get("logprob") for entry in content]
 
 

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+from distaff_worker.rendering.decoding import open_decoder
+
 CACHE_CHARACTERS = 2_000_000
 """Text kept with its ids; about 20 MB at most."""
 _PROBES = ("a", " a", "\n", "\n\na ", "1 23", "  ", "é漢🙂", "▁a", "a" * 9)
@@ -22,6 +24,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._decode = open_decoder(tokenizer)
         self._cache: OrderedDict[str, list[int]] = OrderedDict()
         self._cached_characters = 0
         self._specials, self._cuts = _special_tokens(tokenizer)
@@ -52,7 +55,7 @@ class TextEncoder:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text with all special tokens and all spaces; incomplete characters become U+FFFD."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return self._decode(ids)
 
     def _stretch(self, text: str) -> list[int]:
         known = self._cache.get(text)

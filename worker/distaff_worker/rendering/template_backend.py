@@ -208,7 +208,8 @@ class TemplateRenderer:
 
 def until_stop(ids: Sequence[int], stop_ids: frozenset[int]) -> Sequence[int]:
     """The ids before the first stop token."""
-    return next((ids[:at] for at, token in enumerate(ids) if token in stop_ids), ids)
+    ends = [ids.index(end) for end in stop_ids.intersection(ids)]
+    return ids[: min(ends)] if ends else ids
 
 
 def _marked(message: Message, mark: str) -> Message:
