@@ -62,8 +62,7 @@ class Beater:
         self._thread.join(timeout=self._beat_s + 5)
 
     def beat(self) -> None:
-        """One beat for all leases. Raises redis.RedisError."""
-        self._announce()
+        """One beat for all leases, then the announcement: a full Redis refuses that one. Raises redis.RedisError."""
         leases = list(self._leases())
         for start in range(0, len(leases), CHUNK):
             chunk = leases[start : start + CHUNK]
@@ -79,6 +78,7 @@ class Beater:
             for lease, ours in zip(chunk, self._script(keys=self._keys, args=args), strict=True):
                 if not ours:
                     self._on_lost(lease)
+        self._announce()
         self.last_success = time.monotonic()
 
     def _run(self) -> None:
