@@ -30,7 +30,10 @@ def main() -> None:
         started = time.monotonic()
         load = os.getloadavg()[0]
         figures = BENCHMARKS[name]()
-        print(f"\n{name} ({time.monotonic() - started:.0f} s, load before it {load:.1f})\n{results.plain(figures)}", flush=True)
+        print(
+            f"\n{name} ({time.monotonic() - started:.0f} s, load before it {load:.1f})\n{results.plain(figures)}",
+            flush=True,
+        )
         if arguments.write:
             results.write(name, figures)
 

@@ -75,10 +75,7 @@ class _Sliced(Awaitable[Any]):
         coroutine = self._coroutine
         while True:
             try:
-                if error is None:
-                    waited = self._accounts.run(self._stage, lambda: coroutine.send(value))  # noqa: B023 - called at once
-                else:
-                    waited = self._accounts.run(self._stage, lambda: coroutine.throw(error))  # noqa: B023
+                waited = self._accounts.run(self._stage, _resumption(coroutine, value, error))
             except StopIteration as stop:
                 return stop.value
             value, error = None, None
@@ -86,3 +83,7 @@ class _Sliced(Awaitable[Any]):
                 value = yield waited
             except BaseException as thrown:  # noqa: BLE001 - passed on to the coroutine, cancellation included
                 error = thrown
+
+
+def _resumption(coroutine: Coroutine[Any, Any, Any], value: Any, error: BaseException | None) -> Callable[[], Any]:
+    return (lambda: coroutine.send(value)) if error is None else (lambda: coroutine.throw(error))

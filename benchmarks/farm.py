@@ -6,10 +6,10 @@ import asyncio
 import time
 
 import redis
+from tests.farm_support import produce, run_config
 
 from distaff.config import RunConfig
 from distaff.keys import RunKeys
-from tests.farm_support import produce, run_config
 
 RUN = "run-1"
 

@@ -13,12 +13,12 @@ from statistics import median
 
 import redis
 from rq import Queue
+from tests.worker_support import POOL, enqueue, open_run
 
 from benchmarks.processes import redis_server, role
 from benchmarks.results import Figure
 from benchmarks.roles import stock_jobs
 from distaff.clients import connect
-from tests.worker_support import POOL, enqueue, open_run
 
 ROUNDS = 2
 NAP_S = 0.05

@@ -41,7 +41,8 @@ class Played:
 
     def stage_ms(self, *stages: str) -> float:
         """CPU milliseconds a group."""
-        return 1000 * sum(self.worker["stages"].get(stage, 0.0) for stage in stages) / int(self.worker["groups"])
+        spent_s = sum(float(self.worker["stages"].get(stage, 0.0)) for stage in stages)
+        return 1000 * spent_s / int(self.worker["groups"])
 
     @property
     def rest_ms(self) -> float:
@@ -66,7 +67,8 @@ def run() -> Sequence[Figure]:
             result=f"{short.rollouts / (float(short.worker['cpu_s']) - short.environment_s):.0f}",
         ),
         Figure(
-            what="short rollouts/s of one worker process, wall clock", result=f"{short.rollouts / short.worker['wall_s']:.0f}"
+            what="short rollouts/s of one worker process, wall clock",
+            result=f"{short.rollouts / short.worker['wall_s']:.0f}",
         ),
         Figure(
             what=f"CPU ms a group of 8 x {LONG_TOKENS} tokens: {', '.join(OWN)}",

@@ -66,7 +66,5 @@ def _rate(producer: Child, consumer: Child, *, count: int) -> float:
         child.read()
     for child in (consumer, producer):
         child.tell(go=True)
-    started, ended = producer.read()["started"], consumer.read()["ended"]
+    started, ended = float(producer.read()["started"]), float(consumer.read()["ended"])
     return count * SAMPLES * TOKENS / (ended - started)
-
-

@@ -7,9 +7,10 @@ import asyncio
 import random
 import signal
 
-from benchmarks.roles.talk import say
 from tests.farm_support import EOS, tokenizer
 from tests.scripted_engine import Answer, ScriptedEngine
+
+from benchmarks.roles.talk import say
 
 DISTINCT = 16
 TEXT = (

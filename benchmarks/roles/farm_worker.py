@@ -8,32 +8,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 import verifiers
+from tests.worker_support import POOL
 
 from benchmarks.accounts import Accounts
+from benchmarks.roles.stages import watch_stages
 from benchmarks.roles.talk import say
 from distaff.clients import connect
-from distaff.environments.classic import ClassicEnvironment
-from distaff.environments.classic_client import PolicyClient
 from distaff.logs import configure_logging
 from distaff.policy import read_policy_version
 from distaff.runs import read_config_json
 from distaff.settings import LogSection
-from distaff_worker import executions, job
-from distaff_worker.chat_models import TokenChatModel
-from distaff_worker.claim import Claimer
-from distaff_worker.engines import vllm
-from distaff_worker.executions import Executions
+from distaff_worker import collector
 from distaff_worker.job import GroupPlayer
 from distaff_worker.leases import Counts
 from distaff_worker.metrics import Metrics
-from distaff_worker.rendering.template_backend import TemplateRenderer
 from distaff_worker.service import Service, ServiceOptions
 from distaff_worker.warm import WarmRuns
-from tests.worker_support import POOL
 
 
 class Watch(Metrics):
@@ -73,40 +66,6 @@ class Watch(Metrics):
         }
 
 
-def watch_stages(accounts: Accounts) -> None:
-    """Put a clock around each stage, wherever in the worker it is called."""
-    for owner, name, stage in (
-        (Claimer, "claim", "claim"),
-        (executions, "decode_job", "claim"),
-        (TemplateRenderer, "render", "tokenize"),
-        (TemplateRenderer, "bridge", "tokenize"),
-        (TemplateRenderer, "parse", "tokenize"),
-        (vllm, "parse_json", "read the answer"),
-        (vllm, "_logprobs", "read the answer"),
-        (vllm.answers, "generation", "read the answer"),
-        (job, "model_samples", "tokenize"),
-        (job, "played_rollouts", "assemble"),
-        (GroupPlayer, "_assemble", "assemble"),
-        (GroupPlayer, "_count", "assemble"),
-        (GroupPlayer, "_encode", "encode"),
-        (Executions, "_carry_out", "settle"),
-        (Executions, "_report", "settle"),
-    ):
-        setattr(owner, name, _same_kind(owner, name, accounts.of(stage, getattr(owner, name))))
-    for owner, name, stage in (
-        (ClassicEnvironment, "play", "environment"),
-        (ClassicEnvironment, "score", "environment"),
-        (PolicyClient, "get_response", "environment"),
-        (TokenChatModel, "complete", "turn"),
-        (vllm.VllmEngine, "generate", "ask the engine"),
-    ):
-        setattr(owner, name, accounts.of_async(stage, getattr(owner, name)))
-
-
-def _same_kind(owner: Any, name: str, function: Callable[..., Any]) -> Any:
-    return staticmethod(function) if isinstance(vars(owner).get(name), staticmethod) else function
-
-
 async def work(arguments: argparse.Namespace) -> None:
     accounts = Accounts() if arguments.accounts else None
     if accounts:
@@ -119,7 +78,7 @@ async def work(arguments: argparse.Namespace) -> None:
         read_policy=lambda run: read_policy_version(client, run),
     )
     options = ServiceOptions(pool=POOL, name=arguments.name, slots=arguments.slots, drain_s=arguments.drain_s)
-    service = Service(client, options=options, player=player, metrics=watch)
+    service = Service(client, options=options, player=player, metrics=watch, beats=connect(arguments.url))
     say(ready=True)
     await service.run()
     say(**watch.report())
@@ -136,6 +95,7 @@ def main() -> None:
     parser.add_argument("--accounts", action="store_true")
     configure_logging(LogSection(format="json"))
     _ = verifiers.Environment
+    collector.settle()
     asyncio.run(work(parser.parse_args()))
 
 

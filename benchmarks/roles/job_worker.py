@@ -6,6 +6,9 @@ import asyncio
 import sys
 from dataclasses import replace
 
+from tests.group_support import make_group
+from tests.worker_support import POOL, ScriptedPlayer
+
 from benchmarks.roles.talk import say
 from distaff.clients import connect
 from distaff.keys import job_id
@@ -17,8 +20,6 @@ from distaff_worker.leases import Counts, Lease
 from distaff_worker.metrics import Metrics
 from distaff_worker.outcome import Emit, Outcome
 from distaff_worker.service import Service, ServiceOptions
-from tests.group_support import make_group
-from tests.worker_support import POOL, ScriptedPlayer
 
 SLOTS = 64
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from typing import Any
 
 import redis
 
@@ -86,10 +87,11 @@ def _wait_for_room(client: redis.Redis) -> None:
         time.sleep(0.001)
 
 
-def _entries(reply):  # type: ignore[no-untyped-def]
+def _entries(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
     if not reply:
         return []
-    return next(iter(reply.values()))[0] if isinstance(reply, dict) else reply[0][1]
+    entries = next(iter(reply.values()))[0] if isinstance(reply, dict) else reply[0][1]
+    return list(entries)
 
 
 def main() -> None:
