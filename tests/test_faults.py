@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import redis
 
+from distaff.config import RunConfig
+from distaff.errors import FatalRun
+from distaff.keys import RunKeys
+from distaff.runs import delete_run
 from distaff.types import RolloutItem
 from distaff_worker.leases import Lease
 from distaff_worker.outcome import Outcome
+from distaff_worker.warm import WarmRuns
+from tests.farm_support import groups_of, make_worker, produce, run_config, says, settled, working_on
+from tests.scripted_engine import Ask, Reply, ScriptedEngine
 from tests.test_service import RUN, make_service, working
 from tests.worker_support import ScriptedPlayer, check_oracle, emit_of, enqueue, open_run, until
 
@@ -41,3 +50,85 @@ async def test_a_full_redis_costs_no_lease_and_no_result(redis_url: str, client:
     check_oracle(client, RUN)
     assert sorted(one.played + two.played) == [0, 1, 2, 3]
     assert client.hget(keys.state, "lost") is None
+
+
+async def number_one(ask: Ask) -> Reply:
+    return says("number 1")
+
+
+async def number_two(ask: Ask) -> Reply:
+    return says("number 2")
+
+
+def small(url: str, *, rows: int = 2, name: str = "run-1", size: int = 2, **sections: dict[str, Any]) -> RunConfig:
+    limits = {"group_size": size}
+    return run_config(url, name=name, environment={"args": {"rows": rows, "turns": 1}}, rollouts=limits, **sections)
+
+
+async def test_a_run_opened_anew_under_its_name_is_played_as_it_is_now(redis_url: str, client: redis.Redis) -> None:
+    """A worker that had the deleted run warm plays the new one with its own engine and group size."""
+    async with ScriptedEngine(script=number_one) as old, ScriptedEngine(script=number_two) as new:
+        async with working_on(redis_url, small(old.url)):
+            await until(lambda: settled(client, "run-1"), seconds=30)
+            delete_run(client, "run-1")
+            await produce(redis_url, small(new.url, size=3))
+            await until(lambda: settled(client, "run-1"), seconds=30)
+        groups = groups_of(client, "run-1")
+    assert [(len(group.rollouts), group.statistics.reward_mean) for group in groups] == [(3, 2.0), (3, 2.0)]
+
+
+async def test_a_run_that_cannot_be_played_does_not_stop_the_others_of_its_pool(
+    redis_url: str, client: redis.Redis
+) -> None:
+    """Its items wait for another worker while this one plays the rest; then it ends with the mend."""
+    await produce(redis_url, small("http://127.0.0.1:9", name="bad", rows=3, engine={"start_timeout_s": 0.2}))
+    async with ScriptedEngine(script=number_one) as engine:
+        await produce(redis_url, small(engine.url, name="good", rows=6))
+        service, _ = make_worker(redis_url, slots=2)
+        with pytest.raises(FatalRun, match="run 'bad' cannot be played by this worker"):
+            await asyncio.wait_for(service.run(), 30)
+    assert settled(client, "good")
+    state = client.hgetall(RunKeys("bad").state)
+    assert (state.get(b"dead", b"0"), client.llen("rq:queue:default"), client.zcard("rq:wip:default")) == (b"0", 3, 0)
+
+
+async def test_an_engine_that_goes_away_uses_up_no_item(redis_url: str, client: redis.Redis) -> None:
+    """The worker waits for it as at the start, then hands everything back and says which engine is gone."""
+    engine = ScriptedEngine(script=number_one)
+    await engine.__aenter__()
+    impatient = {"start_timeout_s": 1.0, "max_retries": 0}
+    await produce(redis_url, small(engine.url, rows=40, engine=impatient))
+    service, _ = make_worker(redis_url, slots=2)
+    task = asyncio.create_task(service.run())
+    await until(lambda: client.xlen(RunKeys("run-1").groups) >= 2, seconds=30)
+    await engine.__aexit__(None, None, None)
+    with pytest.raises(FatalRun, match=f"(?s)engine at {engine.url}.*Start the server"):
+        await asyncio.wait_for(task, 30)
+    state = client.hgetall(RunKeys("run-1").state)
+    assert client.llen("rq:queue:default") + int(state[b"emitted"]) == 40
+    assert state.get(b"dead", b"0") == b"0"
+
+
+async def test_runs_that_nobody_plays_any_more_are_closed(redis_url: str, client: redis.Redis) -> None:
+    """A worker keeps the last few runs warm, not every run it has ever seen."""
+    closed: list[str] = []
+
+    class Played:
+        def __init__(self, run: str) -> None:
+            self.run = run
+
+        async def close(self) -> None:
+            closed.append(self.run)
+
+    async def load(run: str) -> Any:
+        return Played(run)
+
+    with ThreadPoolExecutor(1) as tokenizing:
+        runs = WarmRuns(lambda run: None, tokenizing=tokenizing)
+        runs._load = load  # type: ignore[method-assign]
+        async with runs.using("kept", "1"):
+            for number in range(6):
+                async with runs.using(f"run-{number}", "1"):
+                    pass
+            await until(lambda: closed == ["run-0", "run-1", "run-2"])
+        await runs.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from dataclasses import asdict
 
 import pytest
 import redis
@@ -15,6 +16,7 @@ from rq.serializers import JSONSerializer
 from rq.worker import Worker
 
 from distaff.errors import WireError
+from distaff.keys import job_id
 from distaff_worker.claim import Claimer
 from distaff_worker.rq_schema import (
     JOB_FUNCTION,
@@ -84,11 +86,19 @@ def payload(*parts: object) -> bytes:
 def test_a_payload_that_is_not_ours_is_refused(data: bytes) -> None:
     """P26: typed error, nothing executed, nothing unpickled, bounded memory."""
     with pytest.raises(WireError):
-        decode_job(data)
+        decode_job(data, job_id=job_id("run-1", 3))
 
 
 def test_a_payload_of_ours_round_trips() -> None:
     """The item is read back as it was admitted."""
     item = make_item("r", 7)
-    values = {name: getattr(item, name) for name in item.__dataclass_fields__}
-    assert decode_job(payload(JOB_FUNCTION, None, [], {"item": values})) == item
+    body = payload(JOB_FUNCTION, None, [], {"item": asdict(item)})
+    assert decode_job(body, job_id=job_id("r", 7)) == item
+
+
+@pytest.mark.parametrize("name", [job_id("r", 8), job_id("other", 7), "b6a1b7a0-2f0e-4b7c-8a71-3d9f5f0d2a11"])
+def test_an_item_under_the_id_of_another_is_refused(name: str) -> None:
+    """Settled under that id it would be counted for the other's run."""
+    body = payload(JOB_FUNCTION, None, [], {"item": asdict(make_item("r", 7))})
+    with pytest.raises(WireError):
+        decode_job(body, job_id=name)

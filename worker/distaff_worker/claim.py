@@ -7,6 +7,7 @@ cut connection or a kill while waiting takes nothing off the queue.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from uuid import uuid4
 
 import redis
@@ -43,10 +44,10 @@ class Claimer:
         self._lease_ms = round(lease_s * 1000)
         self._script: Script = client.register_script(scripts.load("claim"))
 
-    def claim(self, count: int, *, suspects: int = 0) -> list[Lease]:
+    def claim(self, count: int, *, suspects: int = 0, refused: Collection[str] = ()) -> list[Lease]:
         """Up to `count` leases, none when the queue has nothing for us. Raises Suspended, redis.RedisError.
 
-        suspects: how many of the leases this worker holds are `Lease.suspect`.
+        suspects: how many of the leases this worker holds are `Lease.suspect`. refused: "<run> <life>" of the runs it cannot play.
         """
         answer = self._script(
             keys=[
@@ -68,6 +69,7 @@ class Claimer:
                 RUN_PREFIX,
                 suspects,
                 *[uuid4().hex for _ in range(count)],
+                *refused,
             ],
         )
         if answer == 0:
@@ -83,8 +85,9 @@ class Claimer:
                 first=float(first),
                 policy_version=int(version),
                 claimed=claimed,
+                life=life.decode(),
             )
-            for job_id, execution_id, data, attempts, lost, first, version in answer
+            for job_id, execution_id, data, attempts, lost, first, version, life in answer
         ]
 
     def wait(self, seconds: float) -> bool:

@@ -44,7 +44,8 @@ class Running:
 class Executions:
     """All executions of one worker. Used from its loop, except `leases`.
 
-    books: threads for settling calls. on_free: called when one has ended. on_fatal: called with what makes a run unplayable here.
+    books: threads for settling calls. on_free: called when one has ended. on_fatal: called with the lease of an item whose run cannot be
+    played here, and why.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Executions:
         worker: str,
         metrics: Metrics,
         on_free: Callable[[], None],
-        on_fatal: Callable[[FatalRun], None],
+        on_fatal: Callable[[Lease, FatalRun], None],
     ) -> None:
         self._settler, self._player, self._metrics = settler, player, metrics
         self._letters = Letters(worker)
@@ -104,10 +105,16 @@ class Executions:
         for execution_id in list(self._running):
             self.interrupt(execution_id, reason)
 
+    def interrupt_run(self, run: str, life: str, reason: Interrupt) -> None:
+        """Interrupt all of one run."""
+        for lease in self.leases():
+            if lease.life == life and (parse_job_id(lease.job_id) or ("", 0))[0] == run:
+                self.interrupt(lease.execution_id, reason)
+
     async def _execute(self, running: Running, books: Executor) -> None:
         lease = running.lease
         try:
-            item = decode_job(lease.payload)
+            item = decode_job(lease.payload, job_id=lease.job_id)
         except WireError as error:
             item = _unknown_item(lease)
             rejected = self._letters.bury(lease, item, kind="rejected", boundary="queue", message=str(error))
@@ -138,7 +145,7 @@ class Executions:
             log.warning("play.interrupted", error=type(error).__name__)
             return None
         if isinstance(error, FatalRun):
-            self._on_fatal(error)
+            self._on_fatal(lease, error)
             return None
         log.error("play.broke", exc_info=error)
         message = f"{type(error).__name__}: {error}"

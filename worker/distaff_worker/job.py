@@ -21,6 +21,7 @@ from distaff.errors import (
     DistaffError,
     EngineError,
     EngineRefused,
+    EngineUnavailable,
     FatalRun,
     GroupTooLarge,
     WireError,
@@ -71,7 +72,10 @@ class GroupPlayer:
 
     async def play(self, lease: Lease, item: RolloutItem) -> Outcome:
         """See `outcome.Player`."""
-        run = await self._runs.get(item.run)
+        async with self._runs.using(item.run, lease.life) as run:
+            return await self._play(run, lease, item)
+
+    async def _play(self, run: WarmRun, lease: Lease, item: RolloutItem) -> Outcome:
         limits = run.config.rollouts
         if lease.lost > limits.max_lost:
             message = f"lost with its worker {lease.lost} times"
@@ -84,6 +88,7 @@ class GroupPlayer:
         except TimeoutError:
             message = f"the group took longer than {limits.group_timeout_s:g} s"
             failure = RolloutFailure(kind="timeout", boundary="deadline", message=message)
+            await self._check_engine(run, [failure])
             return self._letters.failed(limits, lease, item, failure)
         return await self._conclude(run, lease, item, attempts)
 
@@ -160,12 +165,13 @@ class GroupPlayer:
                 await asyncio.sleep(1.0)
 
     async def _check_engine(self, run: WarmRun, failures: Sequence[RolloutFailure]) -> None:
-        """When the engine refused everything, ask it whether it refuses us: a revoked key must not use up the items."""
-        if failures and all(failure.kind == "engine_error" and not failure.retryable for failure in failures):
+        """When the engine answered nothing, ask it whether it is there and takes us: an engine that is away or has revoked our key
+        must not use up the items. Waits for it as long as at the start."""
+        if failures and all(failure.kind in ("engine_error", "timeout") for failure in failures):
             try:
-                await run.engine.check()
-            except EngineRefused as error:
-                raise FatalRun(f"run {run.config.run.name!r}: {error}") from error
+                await run.checked()
+            except (EngineRefused, EngineUnavailable) as error:
+                raise FatalRun(f"run {run.config.run.name!r} cannot be played on: {error}") from error
             except EngineError as error:
                 log.warning("engine.check_failed", reason=str(error))
 

@@ -27,6 +27,8 @@ class Lease:
     """Published policy version at the moment of the claim."""
     claimed: float
     """time.monotonic() of the claim."""
+    life: str = ""
+    """When its run was opened: one that was deleted and opened anew under the same name is another run."""
 
     @property
     def suspect(self) -> bool:

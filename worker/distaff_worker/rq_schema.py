@@ -20,6 +20,7 @@ from rq.serializers import JSONSerializer
 from rq.suspension import WORKERS_SUSPENDED
 
 from distaff.errors import WireError
+from distaff.keys import parse_job_id
 from distaff.types import RolloutItem
 
 JOB_FUNCTION = "distaff_worker.job.play"
@@ -93,8 +94,8 @@ def pack_exception(text: str) -> str:
     return base64.b64encode(zlib.compress(text.encode("utf-8", "replace"))).decode()
 
 
-def decode_job(data: bytes) -> RolloutItem:
-    """The item in a job's `data` field. Raises WireError for anything that is not one of our jobs."""
+def decode_job(data: bytes, *, job_id: str) -> RolloutItem:
+    """The item in the `data` field of the job `job_id`. Raises WireError for anything that is not one of our jobs."""
     try:
         payload = json.loads(_inflate(data))
     except (ValueError, RecursionError, zlib.error) as error:
@@ -103,7 +104,7 @@ def decode_job(data: bytes) -> RolloutItem:
         ) from None
     match payload:
         case [str(function), None, [], {"item": dict(item)}] if function == JOB_FUNCTION:
-            return _item(item)
+            return _item(item, job_id)
     raise WireError("the job does not come from `distaff produce`: only its own jobs may be on a pool's queue")
 
 
@@ -118,7 +119,7 @@ def _inflate(data: bytes) -> bytes:
     return plain
 
 
-def _item(values: dict[str, object]) -> RolloutItem:
+def _item(values: dict[str, object], job_id: str) -> RolloutItem:
     unknown = values.keys() - _ITEM_FIELDS
     if unknown:
         raise WireError(
@@ -131,4 +132,6 @@ def _item(values: dict[str, object]) -> RolloutItem:
     numbers = (item.seq, item.epoch, item.seed, item.priority)
     if not all(type(number) is int for number in numbers) or not isinstance(item.task, dict):
         raise WireError("the job has fields of the wrong type")
+    if parse_job_id(job_id) != (item.run, item.seq):
+        raise WireError("the job's id does not name its item; distaff jobs are made by `distaff produce`")
     return item

@@ -21,6 +21,7 @@ import structlog
 from rq.worker.base import WorkerStatus
 
 from distaff.errors import FatalRun
+from distaff.keys import parse_job_id
 from distaff_worker.beat import Beater
 from distaff_worker.claim import Claimer, Suspended
 from distaff_worker.executions import Executions
@@ -109,11 +110,15 @@ class Service:
             tick=lambda: self._tick,
         )
         self._tick = time.monotonic()
-        self._fatal: FatalRun | None = None
+        self._refused: dict[str, FatalRun] = {}
+        """ "<run> <life>" of the runs that cannot be played here, and why."""
         self._signals = 0
 
     async def run(self) -> None:
-        """Work until SIGTERM, SIGINT or a shutdown command. Raises FatalRun, redis.RedisError at start."""
+        """Work until SIGTERM, SIGINT, a shutdown command, or until all that is left is what cannot be played here.
+
+        Raises FatalRun in that last case (and at the end of a worker that had refused a run), redis.RedisError at start.
+        """
         self._loop = asyncio.get_running_loop()
         self._stopping, self._freed = asyncio.Event(), asyncio.Event()
         self._claims = ThreadPoolExecutor(1, "distaff-claim")
@@ -136,8 +141,8 @@ class Service:
                         task.cancel()
         finally:
             await self._close()
-        if self._fatal:
-            raise self._fatal
+        if self._refused:
+            raise next(iter(self._refused.values()))
 
     async def _close(self) -> None:
         self._killed.set()
@@ -174,6 +179,8 @@ class Service:
                 await self._freed.wait()
 
     async def _is_over(self) -> bool:
+        if self._refused:
+            return True
         if self._options.burst or self._done is None:
             return self._options.burst
         try:
@@ -185,9 +192,10 @@ class Service:
     def _claim(self, count: int) -> list[Lease]:
         try:
             suspects = sum(lease.suspect for lease in self._executions.leases())
-            leases = self._claimer.claim(count, suspects=suspects)
+            refused = list(self._refused)
+            leases = self._claimer.claim(count, suspects=suspects, refused=refused)
             if not leases and not self._options.burst and self._claimer.wait(IDLE_WAIT_S):
-                leases = self._claimer.claim(count, suspects=suspects)
+                leases = self._claimer.claim(count, suspects=suspects, refused=refused)
                 if not leases:
                     time.sleep(SUSPECTS_WAIT_S)
             if self._registration.get_state() == WorkerStatus.SUSPENDED:
@@ -212,9 +220,14 @@ class Service:
         self._stopping.set()
         self._freed.set()
 
-    def _on_fatal(self, error: FatalRun) -> None:
-        self._fatal = self._fatal or error
-        self._stop("fatal run")
+    def _on_fatal(self, lease: Lease, error: FatalRun) -> None:
+        """Others may be able to play the run, and this worker may be able to play others."""
+        run, _ = parse_job_id(lease.job_id) or ("", 0)
+        key = f"{run} {lease.life}"
+        if key not in self._refused:
+            self._refused[key] = error
+            log.error("run.refused", run=run, reason=str(error))
+        self._executions.interrupt_run(run, lease.life, "hand_back")
 
     def _on_signal(self) -> None:
         self._signals += 1
@@ -227,8 +240,7 @@ class Service:
         tasks = self._executions.tasks()
         if not tasks:
             return
-        grace_s = 0.0 if self._fatal else self._options.drain_s
-        _, left = await asyncio.wait(tasks, timeout=grace_s)
+        _, left = await asyncio.wait(tasks, timeout=self._options.drain_s)
         self._executions.interrupt_all("hand_back")
         if left:
             await asyncio.wait(left, timeout=UNWIND_S + self._options.lease_s)

@@ -2,17 +2,20 @@
 -- Leases are on the server's clock. An item that is settled already is not played again; one whose dead letter an operator
 -- put back on the queue stops being a dead letter here.
 -- An item that was lost with its worker twice or more is a suspect: a worker plays one suspect at a time, so that one that kills
--- workers does not drag the others that were lost with it down to their own limit. A suspect that must wait goes to the back.
+-- workers does not drag the others that were lost with it down to their own limit. A suspect that must wait goes to the back,
+-- and so do the items of runs that this worker cannot play, which others of its pool may be able to.
 -- KEYS  1 queue list  2 wip zset  3 the worker's executions set  4 worker hash  5 finished zset  6 suspended flag
 -- ARGV  1 n  2 job key prefix  3 execution key prefix  4 executions key prefix  5 worker name  6 ISO time  7 lease in ms
---       8 run key prefix  9 suspects this worker plays already  10.. n execution ids
--- returns 0 when suspended, else a list of {job id, execution id, data, attempts, lost, first attempt, policy version}
+--       8 run key prefix  9 suspects this worker plays already  10.. n execution ids, then the runs it refuses, each
+--       "<run> <life>"; the life of a run is when it was opened, so that one that was opened anew is another run
+-- returns 0 when suspended, else a list of {job id, execution id, data, attempts, lost, first attempt, policy version, life}
 if redis.call('EXISTS', KEYS[6]) == 1 then return 0 end
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1e6
 local lease_ms, wanted = tonumber(ARGV[7]), tonumber(ARGV[1])
 local suspects, looks = tonumber(ARGV[9]), redis.call('LLEN', KEYS[1])
-local claimed = {}
+local claimed, refused = {}, {}
+for i = 10 + wanted, #ARGV do refused[ARGV[i]] = true end
 
 -- What the run says of an item: 'open' (play it), 'emitted', or 'unknown' (the run was deleted).
 local function standing(run, seq)
@@ -39,8 +42,12 @@ while #claimed < wanted and looks > 0 do
   elseif fields[1] == 'queued' and fields[3] then
     local run, seq = string.match(id, '^(.+)%-(%d+)$')
     if run and tonumber(seq) > 4294967295 then run = nil end -- no bitmap has such a bit, so no run of ours
-    local state = run and standing(run, tonumber(seq)) or 'foreign'
-    if state == 'emitted' then
+    local life = run and redis.call('HGET', ARGV[8] .. run .. ':state', 'opened') or ''
+    local mine = not (run and refused[run .. ' ' .. life])
+    local state = run and mine and standing(run, tonumber(seq)) or 'foreign'
+    if not mine then
+      redis.call('RPUSH', KEYS[1], id)
+    elseif state == 'emitted' then
       local ttl = tonumber(fields[2] or '600')
       redis.call('HSET', job, 'status', 'finished')
       redis.call('EXPIRE', job, ttl)
@@ -65,12 +72,12 @@ while #claimed < wanted and looks > 0 do
       redis.call('SADD', KEYS[3], composite)
       local marks = redis.call('HMGET', job, 'distaff_attempts', 'distaff_lost', 'distaff_first')
       local version = run and redis.call('HGET', ARGV[8] .. run .. ':policy', 'version') or '0'
-      claimed[#claimed + 1] = {id, execution, fields[3], marks[1] or '0', marks[2] or '0', marks[3], version or '0'}
+      claimed[#claimed + 1] = {id, execution, fields[3], marks[1] or '0', marks[2] or '0', marks[3], version or '0', life}
     end
   end
 end
 if #claimed > 0 then
   redis.call('PEXPIRE', KEYS[3], lease_ms + 60000)
-  redis.call('HSET', KEYS[4], 'state', 'busy')
+  if redis.call('EXISTS', KEYS[4]) == 1 then redis.call('HSET', KEYS[4], 'state', 'busy') end
 end
 return claimed
