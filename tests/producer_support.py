@@ -119,6 +119,8 @@ class Settler:
         if popped is None:
             return False
         pipeline = self._client.pipeline(transaction=True)
+        _, seq = parse_job_id(popped.decode()) or ("", 0)
+        pipeline.setbit(self._keys.settled, seq, 1)
         for name, value in counters.items():
             pipeline.hincrby(self._keys.state, name, value)
         if "emitted" in counters:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import redis
+from rq import Queue
 
 from distaff.config import RunConfig
 from distaff.errors import FatalRun
@@ -132,3 +133,22 @@ async def test_runs_that_nobody_plays_any_more_are_closed(redis_url: str, client
                     pass
             await until(lambda: closed == ["run-0", "run-1", "run-2"])
         await runs.close()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+async def test_items_that_somebody_took_off_the_queue_are_put_back(
+    redis_url: str, client: redis.Redis, closed: bool
+) -> None:
+    """`rq empty` deletes jobs and queue; `distaff produce` again finds what was lost, once, and the run comes to its end."""
+    async with ScriptedEngine(script=number_one) as engine:
+        config = small(engine.url, rows=5)
+        await produce(redis_url, config)
+        if not closed:
+            client.hset(RunKeys("run-1").state, "status", "open")
+        Queue("default", connection=client, serializer="json").empty()  # type: ignore[no-untyped-call]
+        report = await produce(redis_url, config)
+        assert (report.restored, report.admitted, report.was_closed) == (5, 0, closed)
+        assert (await produce(redis_url, config)).restored == 0
+        async with working_on(redis_url, config):
+            await until(lambda: settled(client, "run-1"), seconds=30)
+    check_oracle(client, "run-1")

@@ -333,7 +333,7 @@ def test_a_user_without_the_right_is_told_at_once(client: redis.Redis, redis_url
 
 PRODUCER_ACL = (
     "~distaff:* ~rq:* resetchannels -@all +@connection +@transaction +info +evalsha +script|load +get +exists +hgetall +hmget +xlen"
-    " +time +set +del +hset +sadd +lpush +rpush"
+    " +time +set +del +hset +sadd +lpush +rpush +hget +getbit +lrange +lpos"
 )
 
 
@@ -343,6 +343,8 @@ def test_the_least_privileges_of_a_producer_suffice(client: redis.Redis, redis_u
     with user(client, "producer", *PRODUCER_ACL.split()):
         url = redis_url.replace("unix://", "unix://producer:pw@")
         assert Producer(config(), url, Numbers(rows=3)).run().closed
+        client.delete("rq:queue:p", "rq:job:r-000000001")
+        assert Producer(config(), url, Numbers(rows=3)).run().restored == 3
 
 
 def test_deleting_a_run_stops_its_producer(client: redis.Redis, redis_url: str) -> None:

@@ -1,6 +1,6 @@
 """The producer as one call: check Redis, load the environment, admit the run, close the environment.
 
-Invariant: a run that is closed already is recognised before the environment is loaded.
+Invariant: a run that is closed already and has lost nothing is recognised before the environment is loaded.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from distaff.safety import check_redis
 from distaff_producer.admit import check_same
 from distaff_producer.produce import OUTAGE_BUDGET_S, Producer
 from distaff_producer.report import ProduceReport, Progress
+from distaff_producer.restore import Restorer
 
 
 def run(
@@ -40,7 +41,7 @@ def run(
         stored, state = read_config_json(client, name), read_state(client, name)
         if stored is not None and state is not None:
             check_same(config, stored)
-            if state.status == "closed":
+            if state.status == "closed" and not Restorer(client, run=name, pool=config.run.pool).lost(state):
                 return _already_closed(name, state.admitted)
     # Imported late: verifiers takes seconds to import, and a closed run needs none of it.
     from distaff.environments.load import load
@@ -59,6 +60,7 @@ def _already_closed(run_name: str, admitted: int) -> ProduceReport:
         admitted=0,
         already_there=admitted,
         elsewhere=0,
+        restored=0,
         replaced=0,
         total=admitted,
         was_closed=True,

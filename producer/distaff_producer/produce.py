@@ -22,12 +22,15 @@ from distaff_producer.admit import Admission
 from distaff_producer.items import ItemSource
 from distaff_producer.outage import Outage
 from distaff_producer.report import Phase, ProduceReport, Progress, Tally
+from distaff_producer.restore import Restorer
 from distaff_producer.rq_jobs import QueuedJob, queued_job
 from distaff_producer.window import Pace, Standing, read_standing
 
 MAX_BATCH_BYTES = 8 << 20
 """Of the items in one script call: Redis does nothing else while it takes them in."""
 OUTAGE_BUDGET_S = 300.0
+RESTORE_EVERY_S = 30.0
+"""How often a producer that waits looks for items that got lost."""
 
 log = structlog.get_logger(__name__)
 
@@ -53,6 +56,9 @@ class Producer:
         self._environment = environment
         self._outage = Outage(redis_url, budget_s=outage_budget_s, stop=self.stop)
         self._pace = Pace(self.stop)
+        self._restorer = Restorer(self._client, run=self._run, pool=config.run.pool)
+        self._restored = 0
+        self._looked: float | None = None
         self._drops = config.run.mode == "rl" and config.rollouts.zero_variance == "drop"
         self._tally: Tally | None = None
         self._was_closed = False
@@ -88,12 +94,23 @@ class Producer:
         if self._tally is None:
             self._tally = self._open()
         standing = self._read(self._tally)
+        self._restore(standing)
         phase = self._act(standing, self._tally)
         self._show(on_progress, phase, standing, self._tally.cursor)
         if phase in ("window full", "waiting for groups"):
             self._pace.wait()
         else:
             self._pace.reset()
+
+    def _restore(self, standing: Standing) -> None:
+        """At the start and from time to time put items back that somebody took off the queue."""
+        if self._looked is not None and time.monotonic() - self._looked < RESTORE_EVERY_S:
+            return
+        count = self._restorer.restore(standing.state, self._job)
+        self._looked = time.monotonic()
+        self._restored += count
+        if count:
+            log.warning("items.restored", run=self._run, items=count)
 
     def _open(self) -> Tally:
         opened = self._admission.open(target=self._source.total)
@@ -148,22 +165,23 @@ class Producer:
         jobs: list[QueuedJob] = []
         size_bytes = 0
         for seq in range(start, start + count):
-            item = self._source.item(seq)
-            if item is None:
+            job = self._job(seq)
+            if job is None:
                 log.warning("environment.ended", run=self._run, environment=self._environment.id, rows=seq)
                 break
-            job = queued_job(
-                item,
-                pool=self._config.run.pool,
-                group_timeout_s=self._config.rollouts.group_timeout_s,
-                client=self._client,
-            )
             self._check_size(job, seq)
             size_bytes += job.payload_bytes
             if jobs and size_bytes > MAX_BATCH_BYTES:
                 break
             jobs.append(job)
         return jobs
+
+    def _job(self, seq: int) -> QueuedJob | None:
+        item = self._source.item(seq)
+        if item is None:
+            return None
+        limits = self._config.rollouts
+        return queued_job(item, pool=self._config.run.pool, group_timeout_s=limits.group_timeout_s, client=self._client)
 
     def _check_size(self, job: QueuedJob, seq: int) -> None:
         limit = self._config.producer.max_item_bytes
@@ -214,6 +232,7 @@ class Producer:
             admitted=tally.admitted,
             already_there=tally.already_there,
             elsewhere=tally.elsewhere,
+            restored=self._restored,
             replaced=0 if total is None else max(0, tally.cursor - total),
             total=tally.cursor,
             was_closed=self._was_closed,

@@ -39,21 +39,26 @@ class ProduceReport:
     """When this call began."""
     elsewhere: int
     """By another producer while this call ran."""
+    restored: int
+    """Items that were admitted before, had got lost from the queue and were put back by this call."""
     replaced: int
     """Items admitted in the run so far in place of dropped groups."""
     total: int
     """Items in the run."""
     was_closed: bool
-    """The run was closed before this call, which did nothing."""
+    """The run was closed before this call, which admitted nothing."""
     closed: bool
     """The run is closed: nothing more will come. False when the call was stopped."""
     seconds: float
 
     def summary(self) -> str:
         """The report in one line."""
+        back = f"{self.restored} put back on the queue"
         if self.was_closed:
-            return f"run {self.run} was closed already, with {self.total} items: nothing to do"
+            done = back if self.restored else "nothing to do"
+            return f"run {self.run} was closed already, with {self.total} items: {done}"
         parts = [f"{self.admitted} admitted now", f"{self.already_there} were there already"]
+        parts += [back] if self.restored else []
         parts += [f"{self.elsewhere} by another producer"] if self.elsewhere else []
         parts += [f"{self.replaced} in place of dropped groups"] if self.replaced else []
         end = "closed" if self.closed else "still open: produce again to go on"

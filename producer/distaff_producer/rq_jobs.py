@@ -28,6 +28,7 @@ RETRIES = 1_000_000
 """Stock `rq info` fails an abandoned job that has no retries left; ours are counted elsewhere, so it always requeues them."""
 
 QUEUES_KEY: str = Queue.redis_queues_keys
+JOB_PREFIX: str = Job.redis_job_namespace_prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
