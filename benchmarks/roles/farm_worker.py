@@ -10,7 +10,6 @@ import asyncio
 import time
 from typing import Any
 
-import verifiers
 from tests.worker_support import POOL
 
 from benchmarks.accounts import Accounts
@@ -21,7 +20,7 @@ from distaff.logs import configure_logging
 from distaff.policy import read_policy_version
 from distaff.runs import read_config_json
 from distaff.settings import LogSection
-from distaff_worker import collector
+from distaff_worker.command import prepare_process
 from distaff_worker.job import GroupPlayer
 from distaff_worker.leases import Counts
 from distaff_worker.metrics import Metrics
@@ -94,8 +93,7 @@ def main() -> None:
     parser.add_argument("--drain-s", type=float, default=30.0)
     parser.add_argument("--accounts", action="store_true")
     configure_logging(LogSection(format="json"))
-    _ = verifiers.Environment
-    collector.settle()
+    prepare_process()
     asyncio.run(work(parser.parse_args()))
 
 

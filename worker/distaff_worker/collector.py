@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import gc
 
-THRESHOLDS = (5_000, 5, 200)
-"""Objects per young collection; young ones per middle one; middle ones per full one, which is then due about once in five
-million objects, that is in some thousand rollouts. Each middle one walks at most 25,000 objects: some milliseconds."""
+THRESHOLDS = (1_000, 5, 500)
+"""Small young and middle collections, some milliseconds each; full ones a hundredth as often as Python has them, for what
+little is left in cycles: with thousands of rollouts in flight a full one takes half a second."""
 
 
 def settle() -> None:

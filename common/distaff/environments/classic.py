@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
@@ -49,6 +50,15 @@ def build(module: ModuleType, *, environment_id: str, version: str, args: Mappin
     env.env_id = env.env_id or environment_id
     env.env_args = env.env_args or dict(args)
     return ClassicEnvironment(env, environment_id=environment_id, version=version)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Played:
+    """What scoring needs of a rollout."""
+
+    state: Any
+    environment: Any
+    """The member of an EnvGroup that played it."""
 
 
 class ClassicEnvironment:
@@ -93,12 +103,13 @@ class ClassicEnvironment:
         finally:
             client.finish()
             TRAIL.reset(token)
-        state = client.state = outcome.value if outcome.value is not None else client.state
+        state = outcome.value if outcome.value is not None else client.state
+        client.state = None  # a cycle that keeps every token of the rollout until a full garbage collection
         error = state.get("error") if outcome.error is None and state is not None else outcome.error
         failed = None if error is None else failure(error, trail.place(error, "step" if client.turns else "setup"))
         if failed is not None and state is not None:
             await self._clean(client.environment.rubric, [state])
-        return Episode(plays=[_play(state, client, task, failed)], handle=client)
+        return Episode(plays=[_play(state, client, task, failed)], handle=_Played(state, client.environment))
 
     async def _rollout(self, task: Mapping[str, JSON], client: PolicyClient) -> Any:
         row = rollout_input(task)
