@@ -72,6 +72,16 @@ def test_a_python_without_venv_is_told_which_package_brings_it(clone: Path, tmp_
     assert "apt-get install python3-venv" in result.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the wheel brings it")
+def test_a_missing_system_library_is_named_before_anything_is_installed(clone: Path, tmp_path: Path) -> None:
+    """The demo's engine needs the OpenMP runtime, which slim systems lack."""
+    slim = python_that(tmp_path / "slim", "*libgomp*) exit 1;;")
+    result = make(clone, "demo", f"PYTHON={slim}")
+    assert result.returncode != 0
+    assert "apt-get install libgomp1" in result.stderr
+    assert not (clone / ".venv").exists()
+
+
 @pytest.mark.parametrize(("target", "stamp"), [("demo", ".demo"), ("test", ".dev")])
 def test_an_installed_project_asks_nobody(clone: Path, target: str, stamp: str) -> None:
     """A stamp newer than pyproject.toml and constraints.txt: no pip, so no network."""
