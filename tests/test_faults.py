@@ -53,6 +53,25 @@ async def test_a_full_redis_costs_no_lease_and_no_result(redis_url: str, client:
     assert client.hget(keys.state, "lost") is None
 
 
+async def test_a_lease_that_was_wiped_from_the_registry_is_written_again(redis_url: str, client: redis.Redis) -> None:
+    """Stock `rq info` empties the registry of running jobs up to the operator's clock; a fast clock takes live leases along."""
+    keys = open_run(client, RUN)
+    enqueue(client, RUN, 1)
+    go = asyncio.Event()
+
+    async def play(lease: Lease, item: RolloutItem) -> Outcome:
+        await go.wait()
+        return emit_of(item)
+
+    async with working(make_service(redis_url, ScriptedPlayer(play))):
+        await until(lambda: client.zcard("rq:wip:default") == 1)
+        client.delete("rq:wip:default")
+        await until(lambda: client.zcard("rq:wip:default") == 1, what="the lease did not come back")
+        go.set()
+        await until(lambda: client.xlen(keys.groups) == 1)
+    check_oracle(client, RUN)
+
+
 async def number_one(ask: Ask) -> Reply:
     return says("number 1")
 

@@ -333,7 +333,7 @@ def test_a_user_without_the_right_is_told_at_once(client: redis.Redis, redis_url
 
 PRODUCER_ACL = (
     "~distaff:* ~rq:* resetchannels -@all +@connection +@transaction +info +evalsha +script|load +get +exists +hgetall +hmget +xlen"
-    " +time +set +del +hset +sadd +lpush +rpush +hget +getbit +lrange +lpos"
+    " +time +set +del +hset +sadd +lpush +rpush +hget +getbit +lrange +lpos +zrange +zscore +hdel"
 )
 
 
@@ -344,6 +344,7 @@ def test_the_least_privileges_of_a_producer_suffice(client: redis.Redis, redis_u
         url = redis_url.replace("unix://", "unix://producer:pw@")
         assert Producer(config(), url, Numbers(rows=3)).run().closed
         client.delete("rq:queue:p", "rq:job:r-000000001")
+        client.hset("rq:job:r-000000002", mapping={"status": "started", "distaff_exec": "gone"})
         assert Producer(config(), url, Numbers(rows=3)).run().restored == 3
 
 

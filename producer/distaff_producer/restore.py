@@ -15,7 +15,7 @@ import redis
 from distaff import scripts
 from distaff.keys import RunKeys, job_id
 from distaff.runs import RunState
-from distaff_producer.rq_jobs import JOB_PREFIX, QUEUES_KEY, QueuedJob, queue_key
+from distaff_producer.rq_jobs import EXECUTION_PREFIX, JOB_PREFIX, QUEUES_KEY, QueuedJob, queue_key, wip_key
 
 
 class Restorer:
@@ -23,7 +23,7 @@ class Restorer:
 
     def __init__(self, client: redis.Redis, *, run: str, pool: str) -> None:
         self._client = client
-        self._run, self._keys, self._queue = run, RunKeys(run), queue_key(pool)
+        self._run, self._keys, self._queue, self._wip = run, RunKeys(run), queue_key(pool), wip_key(pool)
         self._script = scripts.register(client, "restore")
 
     def restore(self, state: RunState, job_of: Callable[[int], QueuedJob | None]) -> int:
@@ -31,8 +31,8 @@ class Restorer:
         return sum(self._put_back(seq, job) for seq in self.lost(state) if (job := job_of(seq)))
 
     def _put_back(self, seq: int, job: QueuedJob) -> int:
-        keys = [self._keys.state, self._keys.settled, self._queue, QUEUES_KEY, job.key]
-        return cast("int", self._script(keys=keys, args=[seq, job.id, *job.fields]))
+        keys = [self._keys.state, self._keys.settled, self._queue, QUEUES_KEY, job.key, self._wip]
+        return cast("int", self._script(keys=keys, args=[seq, job.id, EXECUTION_PREFIX, *job.fields]))
 
     def lost(self, state: RunState) -> list[int]:
         """Numbers of the unsettled items that are neither in anybody's hands nor on the queue."""
@@ -41,14 +41,15 @@ class Restorer:
         unsettled = self._unsettled(state.admitted)
         with self._client.pipeline(transaction=True) as pipeline:
             pipeline.lrange(self._queue, 0, -1)
+            pipeline.zrange(self._wip, 0, -1)
             for seq in unsettled:
                 pipeline.hget(f"{JOB_PREFIX}{job_id(self._run, seq)}", "status")
-            queue, *statuses = pipeline.execute()
-        queued = set(queue)
+            queue, leases, *statuses = pipeline.execute()
+        places = {b"queued": set(queue), b"started": {lease.partition(b":")[0] for lease in leases}}
         return [
             seq
             for seq, status in zip(unsettled, statuses, strict=True)
-            if status is None or (status == b"queued" and job_id(self._run, seq).encode() not in queued)
+            if status is None or (status in places and job_id(self._run, seq).encode() not in places[status])
         ]
 
     def _unsettled(self, admitted: int) -> list[int]:

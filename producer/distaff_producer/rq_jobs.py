@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass
 
 import redis
 from rq import Queue, Retry
+from rq.defaults import RQ_KEY_PREFIX
 from rq.job import Job, JobStatus
+from rq.registry import StartedJobRegistry
 from rq.utils import now
 
 from distaff.keys import job_id
@@ -29,6 +31,7 @@ RETRIES = 1_000_000
 
 QUEUES_KEY: str = Queue.redis_queues_keys
 JOB_PREFIX: str = Job.redis_job_namespace_prefix
+EXECUTION_PREFIX = f"{RQ_KEY_PREFIX}:execution:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,11 @@ class QueuedJob:
 def queue_key(pool: str) -> str:
     """Key of the list that workers of the pool listen on."""
     return f"{Queue.redis_queue_namespace_prefix}{pool}"
+
+
+def wip_key(pool: str) -> str:
+    """Key of the registry that holds the pool's leases."""
+    return str(StartedJobRegistry.key_template.format(pool))
 
 
 def queued_job(item: RolloutItem, *, pool: str, group_timeout_s: float, client: redis.Redis) -> QueuedJob:

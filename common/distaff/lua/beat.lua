@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
--- Extend the leases of a worker's executions, each only while it is the owner. Never brings a key back to life.
+-- Extend the leases of a worker's executions, each only while it is the owner. Whose an item is, its job hash says alone: a lease that
+-- was wiped from the registry (stock `rq info` does that by the operator's clock) is written again. Brings no job back to life.
 -- Allowed when memory is full: a lease that cannot be extended is work done twice.
 -- KEYS  1 wip zset  2 the worker's executions set
 -- ARGV  1 lease in ms  2 ISO time  3 job key prefix  4 execution key prefix  5 executions key prefix  6.. job id, execution id, ...
@@ -11,12 +12,12 @@ for i = 6, #ARGV, 2 do
   local id, execution = ARGV[i], ARGV[i + 1]
   local composite = id .. ':' .. execution
   local owner = redis.call('HMGET', ARGV[3] .. id, 'status', 'distaff_exec')
-  if owner[1] == 'started' and owner[2] == execution and redis.call('ZSCORE', KEYS[1], composite) then
+  if owner[1] == 'started' and owner[2] == execution then
     redis.call('HSET', ARGV[3] .. id, 'last_heartbeat', ARGV[2])
     redis.call('HSET', ARGV[4] .. composite, 'id', execution, 'job_id', id, 'last_heartbeat', now)
     redis.call('PEXPIRE', ARGV[4] .. composite, lease_ms)
-    redis.call('ZADD', KEYS[1], 'XX', now + lease_ms / 1000, composite)
-    redis.call('ZADD', ARGV[5] .. id, 'XX', now + lease_ms / 1000 + 60, execution)
+    redis.call('ZADD', KEYS[1], now + lease_ms / 1000, composite)
+    redis.call('ZADD', ARGV[5] .. id, now + lease_ms / 1000 + 60, execution)
     redis.call('PEXPIRE', ARGV[5] .. id, lease_ms + 60000)
     answer[#answer + 1] = 1
   else
