@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 from benchmarks import in_flight, jobs, results, rollouts, transport
 from benchmarks.results import Figure
+from distaff.logs import configure_logging
+from distaff.settings import LogSection
 
 BENCHMARKS: dict[str, Callable[[], Sequence[Figure]]] = {
     "transport": transport.run,
@@ -26,6 +28,7 @@ def main() -> None:
     unknown = set(arguments.names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    configure_logging(LogSection(level="warning"))
     for name in arguments.names or BENCHMARKS:
         started = time.monotonic()
         load = os.getloadavg()[0]
