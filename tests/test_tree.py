@@ -135,7 +135,7 @@ def test_grace_ends_when_somebody_is_in_a_hurry() -> None:
         tree.stop([child], grace_s=60, hurry=hurry.is_set)
         assert time.monotonic() - started < 30
         assert child.code == -signal.SIGKILL
-        assert not alive(int(lines[0].split()[1]))
+        wait_for(lambda: not alive(int(lines[0].split()[1])))
 
 
 def test_the_last_lines_and_the_exit_code_of_a_failed_child_are_kept() -> None:
