@@ -25,7 +25,7 @@ from distaff_worker.turns import Turnstile
 from distaff_worker.warm import WarmRun
 
 log = structlog.get_logger(__name__)
-STARTS_AT_ONCE = 4
+STARTS_AT_ONCE = 2
 """Rollouts that begin in one turn of the loop; environments take a good part of a millisecond to set one up."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-WIDTH = 8
+WIDTH = 3
 """Of half a millisecond each."""
 
 
