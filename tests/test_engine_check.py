@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -162,6 +163,24 @@ async def test_check_finds_an_engine_without_ids_or_logprobs(kind: str, reply: R
     async with ScriptedEngine(script=lambda ask: reply) as server:
         engine = open_token_engine(section(server, kind=kind), vocab_size=100)
         with pytest.raises((EngineRefused, EngineAnswerError), match=f"An RL run needs token ids.*'{kind}'"):
+            await engine.check()
+        await engine.close()
+
+
+@pytest.mark.parametrize("answer", ["404 Not Found", "200 OK"])
+async def test_check_finds_a_server_that_is_no_engine(answer: str) -> None:
+    """A web page, found or not, is answered with the setting to correct."""
+
+    async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {answer}\r\nContent-Length: 13\r\n\r\n<html></html>".encode())
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(page, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        engine = open_token_engine(section(f"http://127.0.0.1:{port}"), vocab_size=100)
+        with pytest.raises(EngineRefused, match=r"Correct engine\.base_urls"):
             await engine.check()
         await engine.close()
 

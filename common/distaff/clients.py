@@ -7,7 +7,7 @@ repeated by the code that knows how to read its outcome; a blind resend of a MUL
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
+from typing import Any
 
 import redis
 import redis.asyncio
@@ -93,12 +93,20 @@ def _tcp(url: str, **options: bool) -> dict[str, bool]:
 
 
 def _check(url: str) -> None:
-    parts = urlsplit(url)
-    if parts.scheme not in SCHEMES:
+    """Raise ConfigurationError unless a connection can be made from `url`; makes none."""
+    shown = redact_url(url)
+    if not url.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)):
         raise ConfigurationError(
-            f"redis URL {redact_url(url)!r}: the scheme must be one of redis://, rediss://, unix://; "
+            f"redis URL {shown!r}: the scheme must be one of redis://, rediss://, unix://; "
             "for example redis://127.0.0.1:6379/0"
         )
+    try:
+        options: dict[str, Any] = dict(redis.connection.parse_url(url))  # type: ignore[no-untyped-call]
+        make = options.pop("connection_class", redis.Connection)
+        make(**options)
+    except (ValueError, TypeError) as error:
+        reason = redact_url(str(error)).removeprefix("AbstractConnection.__init__() got an ")
+        raise ConfigurationError(f"redis URL {shown!r}: {reason}; for example redis://127.0.0.1:6379/0") from None
 
 
 def ping(client: redis.Redis, url: str) -> None:

@@ -108,7 +108,7 @@ class SamplingSection(Section):
 
 
 class RolloutSection(Section):
-    group_size: Count = 8
+    group_size: Annotated[int, Field(ge=1, le=4096)] = 8
     """Rollouts of each item."""
     min_rollouts: Annotated[int, Field(ge=0)] = 0
     """A group with fewer usable rollouts is played again. 0: two in RL mode (or group_size if smaller), else one."""

@@ -79,7 +79,7 @@ class ArchiveSection(Section):
 
 
 class EvaluateSection(Section):
-    n: Count = 1
+    n: Annotated[int, Field(ge=1, le=4096)] = 1
     """Rollouts of each item."""
     temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Used instead of sampling.temperature."""

@@ -14,7 +14,7 @@ import pydantic_core
 import structlog
 
 from distaff.clients import redact_url
-from distaff.errors import EngineError, EngineRefused, EngineUnavailable
+from distaff.errors import EngineAnswerError, EngineError, EngineRefused, EngineUnavailable
 from distaff.types import JSON
 from distaff_worker.engines.http import HttpPool, read_json
 
@@ -23,6 +23,8 @@ log = structlog.get_logger(__name__)
 ASK_TIMEOUT_S = 10.0
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
+
+_NO_ENGINE = "Is it an inference engine? Correct engine.base_urls"
 
 Encode = Callable[[str], Sequence[int]]
 """Text to ids, no special tokens added."""
@@ -105,14 +107,16 @@ async def _listing(pool: HttpPool, url: str, *, must_list: bool) -> list[Card] |
     except EngineUnavailable as error:
         return error
     except EngineRefused as error:
-        if not must_list and pool.section.model and "(404)" in str(error):
+        if "(404)" not in str(error):
+            raise
+        if not must_list and pool.section.model:
             return []
-        raise
+        raise EngineRefused(f"{error}. {_NO_ENGINE}") from None
+    except EngineAnswerError as error:
+        raise EngineRefused(f"{error}. {_NO_ENGINE}") from None
     entries = document.get("data") if isinstance(document, dict) else None
     if not isinstance(entries, list):
-        raise EngineRefused(
-            f"{redact_url(url)} does not answer like an inference engine on /v1/models; correct engine.base_urls"
-        )
+        raise EngineRefused(f"{redact_url(url)} does not answer like an inference engine on /v1/models. {_NO_ENGINE}")
     return [card for card in map(_card, entries) if card is not None]
 
 
