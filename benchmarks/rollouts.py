@@ -19,9 +19,9 @@ GROUP = 8
 SHORT_TOKENS, LONG_TOKENS = 64, 8192
 SHORT_GROUPS, LONG_GROUPS = 1000, 60
 RATE_GOAL, CPU_GOAL_MS = 125.0, 10.0
-OWN = ("tokenize", "assemble", "encode", "settle")
+OWN = ("parse the tokens", "make samples", "assemble", "encode", "settle")
 """The worker's own work after the engine answered."""
-STAGES = ("claim", "turn", "ask the engine", "read the answer", *OWN)
+STAGES = ("claim", "render", "turn", "ask the engine", "read the answer", *OWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import gc
 
-THRESHOLDS = (1_000, 5, 500)
-"""Small young and middle collections, some milliseconds each; full ones a hundredth as often as Python has them, for what
-little is left in cycles: with thousands of rollouts in flight a full one takes half a second."""
+THRESHOLDS = (500, 1, 3_000)
+"""Young and middle collections small enough to take some milliseconds each with thousands of rollouts in flight, when Python's own
+take a tenth of a second; full ones, which then take half a second, a hundredth as often: little is left in cycles for them."""
 
 
 def settle() -> None:
