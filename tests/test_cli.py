@@ -45,6 +45,11 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         (["produce", "a.toml", "b.toml"], "unknown argument b.toml"),
         (["work", "--pool", "a b"], "run.pool: use 1 to 64 letters"),
         (["archive", "--redis-url", "http://x"], "the scheme must be one of redis://, rediss://, unix://"),
+        (["produce", "--engine.api-key-var", "MY_ENGINE"], "give the NAME of an environment variable, never the key"),
+        (
+            ["produce", "--engine.api-key-var", "sk-canary-canary"],
+            "it must end in KEY, TOKEN, SECRET, PASSWORD or AUTH",
+        ),
         (["archive", "--redis-url", "redis://h:99999/0"], "Port out of range 0-65535; for example redis://127.0.0.1"),
         (["archive", "--redis-url", "redis://h?nonsense=1"], "unexpected keyword argument 'nonsense'; for example"),
         (["status", "--redis-url", NOBODY], "cannot be reached"),

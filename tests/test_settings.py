@@ -204,7 +204,7 @@ def test_every_key_has_a_variable_and_a_flag_that_set_it(path: str, monkeypatch:
         "scalar": (str(max([1, *(limit.ge for limit in key.metadata if hasattr(limit, "ge"))])), None),
     }[key.kind]
     if "whole number" not in key.allowed and "a number" not in key.allowed and key.kind == "scalar":
-        text = key.allowed.replace(" or ", ", ").split(", ")[-1] if "a text" not in key.allowed else "some-text"
+        text = key.allowed.replace(" or ", ", ").split(", ")[-1] if "a text" not in key.allowed else "some_key"
     by_flag = from_flags(key.flag, text, *(["--worker.beat-s", "0.1"] if path == "worker.lease_s" else []))
     assert by_flag.origins[path] == key.flag
     monkeypatch.setenv(key.variable, text)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from distaff.keys import RUN_NAME
+from distaff.redaction import NAMES_OF_SECRETS, is_secret_name
 from distaff.types import Mode, Split
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Section(BaseModel):
@@ -65,7 +68,8 @@ class EngineSection(Section):
     model: str = ""
     """The model's name on the server; the only model it serves when empty."""
     api_key_var: str = ""
-    """Name of the environment variable with the API key; none is sent when empty."""
+    """Name of the environment variable with the API key; none is sent when empty. It ends in KEY, TOKEN, SECRET, PASSWORD or AUTH:
+    the values of such variables are masked wherever text leaves a process."""
     connect_timeout_s: Seconds = 5.0
     request_timeout_s: Seconds = 300.0
     """Bound on one request, from sending it to the last byte."""
@@ -75,6 +79,16 @@ class EngineSection(Section):
     """No retry begins later than this after the request was first sent."""
     start_timeout_s: Seconds = 60.0
     """How long a worker waits for an engine that does not answer yet."""
+
+    @field_validator("api_key_var")
+    @classmethod
+    def _masked(cls, value: str) -> str:
+        if value and not (VARIABLE_NAME.fullmatch(value) and is_secret_name(value)):
+            raise ValueError(
+                f"give the NAME of an environment variable, never the key; it must end in {NAMES_OF_SECRETS}, which is what "
+                "keeps its value out of logs and dead letters"
+            )
+        return value
 
     @field_validator("base_urls")
     @classmethod

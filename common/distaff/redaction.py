@@ -14,7 +14,8 @@ from urllib.parse import quote, unquote, urlsplit
 
 MASK = "***"
 
-_SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
+NAMES_OF_SECRETS = "KEY, TOKEN, SECRET, PASSWORD or AUTH"
+_SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|AUTH)(_?[0-9]+)?$", re.IGNORECASE)
 _MIN_SECRET_CHARS = 6
 """Shorter values are words that occur everywhere; masking them would make logs unreadable."""
 
@@ -54,8 +55,9 @@ def redact(text: str, *, secrets: Iterable[str] = (), environ: Mapping[str, str]
     """`text` with every secret replaced by ***.
 
     A secret is: the password in a URL; what follows Authorization, Bearer, api_key, password and their like; a token with a
-    well-known prefix (sk-, hf_, ghp_, ...); the value of an environment variable whose name ends in KEY, TOKEN, SECRET or
-    PASSWORD, or the password inside a URL in one, if longer than five characters; and each of `secrets`.
+    well-known prefix (sk-, hf_, ghp_, ...); the value of an environment variable whose name ends in KEY, TOKEN, SECRET,
+    PASSWORD or AUTH (and perhaps a number), or the password inside a URL in one, if longer than five characters; and each of
+    `secrets`.
     """
     for value in environment_secrets(os.environ if environ is None else environ, extra=secrets):
         text = text.replace(value, MASK)
@@ -71,9 +73,14 @@ def redact_shapes(text: str) -> str:
     return text
 
 
+def is_secret_name(name: str) -> bool:
+    """Whether the value of an environment variable of this name is masked."""
+    return bool(_SECRET_NAME.search(name))
+
+
 def environment_secrets(environ: Mapping[str, str], *, extra: Iterable[str] = ()) -> list[str]:
     """Secret values to look for, longest first: as they are, percent-encoded, and as JSON and `repr` write them."""
-    values = {value for name, value in environ.items() if _SECRET_NAME.search(name)}
+    values = {value for name, value in environ.items() if is_secret_name(name)}
     for value in environ.values():
         values |= _url_passwords(value)
     values |= set(extra)
