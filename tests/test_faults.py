@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,13 +17,15 @@ from distaff.errors import FatalRun
 from distaff.keys import RunKeys
 from distaff.runs import delete_run
 from distaff.types import RolloutItem
+from distaff_worker.claim import Claimer
 from distaff_worker.leases import Lease
 from distaff_worker.outcome import Outcome
+from distaff_worker.settle import Settler
 from distaff_worker.warm import WarmRuns
 from tests.farm_support import groups_of, make_worker, produce, run_config, says, settled, working_on
 from tests.scripted_engine import Ask, Reply, ScriptedEngine
 from tests.test_service import RUN, make_service, working
-from tests.worker_support import ScriptedPlayer, check_oracle, emit_of, enqueue, open_run, until
+from tests.worker_support import POOL, ScriptedPlayer, check_oracle, emit_of, enqueue, make_item, open_run, until
 
 
 async def test_a_full_redis_costs_no_lease_and_no_result(redis_url: str, client: redis.Redis) -> None:
@@ -171,3 +175,36 @@ async def test_items_that_somebody_took_off_the_queue_are_put_back(
         async with working_on(redis_url, config):
             await until(lambda: settled(client, "run-1"), seconds=30)
     check_oracle(client, "run-1")
+
+
+async def test_rewards_that_cannot_be_added_up_are_failures_of_the_rubric(redis_url: str, client: redis.Redis) -> None:
+    """A finite reward whose sum or advantage is not finite never reaches the stream or the counters."""
+
+    async def script(ask: Ask) -> Reply:
+        return says("number 15" + 307 * "0")
+
+    async with ScriptedEngine(script=script) as engine:
+        config = run_config(
+            engine.url,
+            environment={"args": {"rows": 2, "turns": 1}},
+            rollouts={"group_size": 2, "max_attempts": 1},
+            sampling={"max_tokens": 1000},
+        )
+        async with working_on(redis_url, config):
+            await until(lambda: settled(client, "run-1"), seconds=30)
+    check_oracle(client, "run-1")
+    letters: Any = client.hvals(RunKeys("run-1").dead)
+    assert [json.loads(letter)["kind"] for letter in letters] == ["scoring_error"] * 2
+    assert "beyond 1e+30" in letters[0].decode()
+
+
+def test_a_sum_out_of_range_does_not_end_a_settlement_half_way(client: redis.Redis) -> None:
+    """The group is appended and everything else about the item is settled with it."""
+    keys = open_run(client, RUN)
+    enqueue(client, RUN, 1)
+    [lease] = Claimer(client, pool=POOL, worker="w", worker_key="rq:worker:w", lease_s=5).claim(1)
+    counts = replace(emit_of(make_item(RUN, 0)).counts, reward_sum=float("inf"))
+    settler = Settler(client, pool=POOL, worker="w", worker_key="rq:worker:w")
+    assert settler.emit(lease, {"seq": 0}, counts) == "emitted"
+    check_oracle(client, RUN)
+    assert client.hget(keys.state, "reward_count") == b"1"

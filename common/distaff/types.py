@@ -6,6 +6,7 @@ sample is a numpy array (it goes through the stream as raw little-endian buffers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -280,6 +281,21 @@ class DeadLetter:
     """Unix time in seconds of the first attempt."""
     last: float
     worker: str
+
+
+REWARD_LIMIT = 1e30
+"""Sums, variances and float32 advantages of rewards up to here are finite."""
+
+
+def reward_problem(reward: Any) -> str | None:
+    """What keeps `reward` from being one, None when nothing does."""
+    try:
+        number = float(reward)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        return f"the reward is {reward!r}, which is not a finite number"
+    return None if abs(number) <= REWARD_LIMIT else f"the reward is {reward!r}, which is beyond {REWARD_LIMIT:g}"
 
 
 def finite_metrics(values: Mapping[str, Any]) -> dict[str, float]:

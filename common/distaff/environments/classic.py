@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -24,7 +23,7 @@ from distaff.environments.failures import TRAIL, Trail, attempt, failure, guarde
 from distaff.environments.messages import openai_message, openai_tool
 from distaff.environments.protocol import Episode, ModelFactory, Play, Score
 from distaff.errors import EnvironmentLoadError
-from distaff.types import JSON, Message, RolloutFailure, Split, Tool, finite_metrics
+from distaff.types import JSON, Message, RolloutFailure, Split, Tool, finite_metrics, reward_problem
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +144,7 @@ class ClassicEnvironment:
     def _score(self, state: Any, problem: str | None, findings: Findings, parser: Any) -> Score:
         lost = findings.lost_metrics.get(id(state), set())
         raw = {k: v for k, v in (state.get("metrics") or {}).items() if k not in lost}
-        problem = problem or findings.errors.get(id(state)) or _reward_problem(state.get("reward"))
+        problem = problem or findings.errors.get(id(state)) or reward_problem(state.get("reward"))
         if lost:
             log.warning("metric.failed environment=%s metrics=%s", self.id, sorted(lost))
         return Score(
@@ -265,11 +264,3 @@ def _timings(state: Any) -> dict[str, float]:
     timing = state.get("timing")
     spans = {"setup": getattr(timing, "setup", None), "environment": getattr(timing, "env", None)}
     return finite_metrics({name: getattr(span, "duration", None) for name, span in spans.items()})
-
-
-def _reward_problem(reward: Any) -> str | None:
-    try:
-        finite = math.isfinite(reward)
-    except TypeError:
-        finite = False
-    return None if finite else f"the rubric gave the reward {reward!r}, which is not a finite number"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
@@ -27,7 +26,7 @@ from distaff.environments.messages import openai_message
 from distaff.environments.protocol import Episode, ModelFactory, Play, Score
 from distaff.environments.v1_client import MODEL_NAME, SeatClient, SeatConfig, SeatedInterception, Seats
 from distaff.errors import EnvironmentFailure, EnvironmentLoadError
-from distaff.types import JSON, RolloutFailure, Split, finite_metrics
+from distaff.types import JSON, RolloutFailure, Split, finite_metrics, reward_problem
 
 log = logging.getLogger(__name__)
 
@@ -274,4 +273,4 @@ def _scoring_problem(episode: Any, trace: Any) -> str | None:
     missing = [name for name, reward in trace.rewards.items() if reward is None]
     if missing:
         return f"no value for the rewards {missing}"
-    return None if math.isfinite(trace.reward) else f"the reward is {trace.reward!r}, which is not a finite number"
+    return reward_problem(trace.reward)

@@ -24,7 +24,7 @@ if verdict == 'emitted' then
   redis.call('HINCRBY', KEYS[9], 'samples', ARGV[6])
   redis.call('HINCRBY', KEYS[9], 'tokens', ARGV[7])
   redis.call('HINCRBY', KEYS[9], 'trained_tokens', ARGV[8])
-  redis.call('HINCRBYFLOAT', KEYS[9], 'reward_sum', ARGV[9])
+  redis.pcall('HINCRBYFLOAT', KEYS[9], 'reward_sum', ARGV[9]) -- a number out of range must not end the script half way
   redis.call('HINCRBY', KEYS[9], 'reward_count', ARGV[10])
   local ttl = tonumber(job[4] or '600')
   redis.call('HSET', KEYS[1], 'status', 'finished', 'ended_at', ARGV[4], 'distaff_settled', ARGV[1])
