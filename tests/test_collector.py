@@ -40,12 +40,12 @@ def collecting() -> Iterator[None]:
 async def test_a_scored_rollout_is_freed_without_the_collector(collecting: None) -> None:
     """Its model, and with it its tokens, hangs on no cycle."""
     environment: Any = load(EnvironmentSection(id="tests.marker_env", args={"turns": 1}))
-    model = Model()
-    gone = weakref.ref(model)
-    episode = await environment.play(environment.row("train", 0), lambda seat: model)
+    models = [Model()]
+    gone = weakref.ref(models[0])
+    episode = await environment.play(environment.row("train", 0), lambda seat: models.pop())
     [[score]] = await environment.score([episode])
     assert score.reward == 3.0
-    del model, episode, score
+    del episode, score
     assert gone() is None
 
 
