@@ -131,6 +131,24 @@ def test_a_role_that_is_not_installed_is_named_with_its_extra() -> None:
     assert 'distaff work needs the extra "worker" (rq is not installed): pip install "distaff[worker]"' in done.stderr
 
 
+def test_the_base_install_says_what_to_install_instead_of_a_traceback() -> None:
+    """The wheel alone has the script `distaff`, and none of what the command line needs."""
+    code = (
+        "import sys\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'pydantic': raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        "from distaff.__main__ import main\n"
+        "sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "pydantic is not installed" in done.stderr
+    assert 'pip install "distaff[all]"' in done.stderr
+
+
 def test_settings_in_force_are_printed_and_nothing_is_done(capsys: Capture) -> None:
     """--print-config with an unreachable Redis and no environment is no error, and masks the password."""
     assert main(["run", "--print-config", "--redis-url", NOBODY]) == 0
