@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import signal
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 from rq import Queue
+from rq.command import send_shutdown_command
 
+from distaff.clients import connect
 from distaff.config import RunConfig
 from distaff.errors import FatalRun
 from distaff.keys import RunKeys
@@ -22,6 +29,7 @@ from distaff_worker.leases import Lease
 from distaff_worker.outcome import Outcome
 from distaff_worker.settle import Settler
 from distaff_worker.warm import WarmRuns
+from tests.conftest import wait_for_redis
 from tests.farm_support import groups_of, make_worker, produce, run_config, says, settled, working_on
 from tests.scripted_engine import Ask, Reply, ScriptedEngine
 from tests.test_service import RUN, make_service, working
@@ -208,3 +216,40 @@ def test_a_sum_out_of_range_does_not_end_a_settlement_half_way(client: redis.Red
     assert settler.emit(lease, {"seq": 0}, counts) == "emitted"
     check_oracle(client, RUN)
     assert client.hget(keys.state, "reward_count") == b"1"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="the embedded server keeps nothing over a restart")
+async def test_workers_outlive_a_redis_that_stands_still_and_one_that_restarts(tmp_path: Path) -> None:
+    """P5, P7: stopped for 12 s in the middle of emits, then restarted from its append-only file: every item once."""
+    url = f"unix://{tmp_path}/r.sock?db=0"
+    command = ["redis-server", "--port", "0", "--unixsocket", f"{tmp_path}/r.sock", "--dir", str(tmp_path)]
+    command += ["--appendonly", "yes", "--logfile", "log"]
+    with ExitStack() as servers, connect(url) as client:
+        server = servers.enter_context(subprocess.Popen(command))
+        servers.callback(server.kill)
+        wait_for_redis(url)
+        keys = open_run(client, RUN)
+        enqueue(client, RUN, 150)
+
+        async def play(lease: Lease, item: RolloutItem) -> Outcome:
+            await asyncio.sleep(0.05)
+            return emit_of(item)
+
+        one, two = (make_service(url, ScriptedPlayer(play), name=name, lease_s=3.0) for name in ("w1", "w2"))
+        async with working(one), working(two):
+            await until(lambda: client.xlen(keys.groups) > 20)
+            server.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(12)
+            server.send_signal(signal.SIGCONT)
+            await until(lambda: client.xlen(keys.groups) > 60, seconds=20)
+            server.terminate()
+            await asyncio.to_thread(server.wait, 10)
+            server = servers.enter_context(subprocess.Popen(command))
+            servers.callback(server.kill)
+            wait_for_redis(url)
+            await until(lambda: client.xlen(keys.groups) == 150, seconds=30)
+            await until(lambda: client.pubsub_numsub("rq:pubsub:w1")[0][1] == 1)
+            send_shutdown_command(client, "w1")
+            await until(lambda: one._stopping.is_set(), what="commands are not heard any more")
+        check_oracle(client, RUN)

@@ -125,6 +125,7 @@ class LeaseLost(DistaffError):
 
 
 class FatalRun(DistaffError):
-    """This worker cannot play a run at all: wrong key, missing environment, engine without ids. The item is handed back, the worker ends."""
+    """This worker cannot play a run at all: wrong key, missing environment, engine away or without ids. Its items are handed back, the
+    worker passes over them and ends when its pool holds nothing else."""
 
     boundary = "run"
