@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Sequence
@@ -13,8 +14,14 @@ from distaff.environments.load import examples
 from distaff.types import Message
 from tests.environments_support import Answer, call, load_env, only, play
 
+needs_reasoning_gym = pytest.mark.skipif(
+    importlib.util.find_spec("reasoning_gym") is None,
+    reason="reasoning-gym is an extra of its own (it needs a C compiler); the gate installs it",
+)
+EXAMPLES = [pytest.param(name, marks=needs_reasoning_gym if name == "reasoning-gym" else ()) for name in examples()]
 
-@pytest.mark.parametrize("environment_id", examples())
+
+@pytest.mark.parametrize("environment_id", EXAMPLES)
 def test_the_same_arguments_give_the_same_json_rows(environment_id: str) -> None:
     """Train and eval sizes as asked for, the splits differ, another seed gives other rows."""
     sizes = {"train_size": 6, "eval_size": 4}
@@ -78,6 +85,7 @@ async def test_calculator_tool_pays_the_right_number_and_the_use_of_the_tools() 
     assert [score.answer for score in scores] == [row["answer"], row["answer"], "7"]
 
 
+@needs_reasoning_gym
 async def test_reasoning_gym_scores_with_the_generators_own_verifier() -> None:
     """The entry in the row is enough: another worker with another seed scores the same."""
     env, elsewhere = load_env("reasoning-gym"), load_env("reasoning-gym", seed=5, train_size=1)
