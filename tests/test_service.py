@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import redis
@@ -333,6 +334,25 @@ async def test_the_worker_ends_by_itself_in_burst_mode(redis_url: str, client: r
     open_run(client, RUN)
     enqueue(client, RUN, 5)
     await asyncio.wait_for(make_service(redis_url, ScriptedPlayer(), burst=True).run(), 20)
+    check_oracle(client, RUN)
+
+
+async def test_a_burst_worker_does_not_take_an_outage_for_an_empty_queue(
+    redis_url: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim that Redis did not answer says nothing about the queue."""
+    open_run(client, RUN)
+    enqueue(client, RUN, 3)
+    service = make_service(redis_url, ScriptedPlayer(), burst=True)
+    claim, failures = service._claimer.claim, [redis.exceptions.ConnectionError("cut")]
+
+    def once_cut(*args: Any, **options: Any) -> list[Lease]:
+        if failures:
+            raise failures.pop()
+        return claim(*args, **options)
+
+    monkeypatch.setattr(service._claimer, "claim", once_cut)
+    await asyncio.wait_for(service.run(), 20)
     check_oracle(client, RUN)
 
 

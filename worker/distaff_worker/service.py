@@ -170,6 +170,8 @@ class Service:
                 await self._freed.wait()
                 continue
             leases = await self._loop.run_in_executor(self._claims, self._claim, min(CLAIM_BATCH, -(-free // 4)))
+            if leases is None:
+                continue
             for lease in leases:
                 self._executions.start(lease, books=self._books)
             if not leases and not self._executions and await self._is_over():
@@ -189,7 +191,8 @@ class Service:
             log.warning("done.unknown", error=type(error).__name__)
             return False
 
-    def _claim(self, count: int) -> list[Lease]:
+    def _claim(self, count: int) -> list[Lease] | None:
+        """None when the queue could not be asked: Redis is away, or the workers are suspended."""
         try:
             suspects = sum(lease.suspect for lease in self._executions.leases())
             refused = list(self._refused)
@@ -204,12 +207,12 @@ class Service:
             if self._registration.get_state() != WorkerStatus.SUSPENDED:
                 self._registration.set_state(WorkerStatus.SUSPENDED)
             time.sleep(0.25)
-            return []
+            return None
         except redis.RedisError as error:
             log.warning("claim.failed", error=type(error).__name__)
             self._metrics.redis_errors.inc()
             time.sleep(1.0)
-            return []
+            return None
         return leases
 
     # -- stopping ----------------------------------------------------------------------------------------------------
