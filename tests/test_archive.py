@@ -267,6 +267,17 @@ def test_a_directory_of_another_run_is_refused(redis_url: str, client: redis.Red
     assert unacknowledged(client) == [0, 1, 2, 3]
 
 
+def test_a_directory_without_a_group_is_anyones(redis_url: str, client: redis.Redis, tmp_path: Path) -> None:
+    """A run that failed before its first group, begun again under its name or another, finds its directory free."""
+    for name, opened in [("run", "1790000000.0"), ("run", "1790000123.5"), ("other", "1790000200.5")]:
+        client.hset(RunKeys(name).state, mapping={"opened": opened, "status": "closed"})
+        archive_command.run(name, redis_url=redis_url, archive=ArchiveSection(directory=str(tmp_path)))
+        delete_run(client, name)
+    append_groups(client, groups(0, 2))
+    archive(redis_url, tmp_path)
+    assert archived(tmp_path) == [0, 1]
+
+
 def test_a_run_that_begins_anew_while_it_is_archived_ends_the_archiver(
     redis_url: str, client: redis.Redis, tmp_path: Path
 ) -> None:

@@ -112,7 +112,7 @@ def _run(
             client,
             writer,
             options=archive,
-            owner=_owner(directory, run),
+            owner=_owner(directory, run, empty=len(writer) == 0),
             max_group_bytes=_max_group_bytes(client, run),
             stop=stop,
             progress=progress,
@@ -132,9 +132,9 @@ def _run(
         )
 
 
-def _owner(directory: Path, run: str) -> Ownership:
+def _owner(directory: Path, run: str, *, empty: bool) -> Ownership:
     try:
-        return Ownership(directory, run)
+        return Ownership(directory, run, empty=empty)
     except OSError as error:
         raise ConfigurationError(f"the archive directory {directory} cannot be used: {error.strerror}") from None
 

@@ -22,12 +22,15 @@ NAME = "run.json"
 class Ownership:
     """The claim of a run on a directory, kept in `run.json`. Made with the directory's lock held.
 
-    Raises ConfigurationError when the directory is another run's.
+    `empty`: no group is in the directory. Then it is anyone's: a run that failed before its first group does not stand in the way of
+    the next attempt. Raises ConfigurationError when the directory is another run's.
     """
 
-    def __init__(self, directory: Path, run: str) -> None:
+    def __init__(self, directory: Path, run: str, *, empty: bool) -> None:
         self._path = directory / NAME
         stored = self._read()
+        if stored is not None and empty:
+            stored = {**stored, "opened": None} if stored["run"] == run else None
         if stored is not None and stored["run"] != run:
             raise ConfigurationError(
                 f"{directory} holds groups of run {stored['run']!r}, not of {run!r}: give another directory"
