@@ -33,7 +33,7 @@ class Ownership:
             stored = {**stored, "opened": None} if stored["run"] == run else None
         if stored is not None and stored["run"] != run:
             raise ConfigurationError(
-                f"{directory} holds groups of run {stored['run']!r}, not of {run!r}: give another directory"
+                f"{directory} holds groups of run {stored['run']!r}, not of {run!r}: give another directory (--directory)"
             )
         self._run = run
         self._opened: float | None = None if stored is None else stored["opened"]
@@ -50,7 +50,7 @@ class Ownership:
         elif self._opened != opened:
             raise ConfigurationError(
                 f"{self._path.parent} holds groups of the run {self._run!r} that was opened {_when(self._opened)}, and the run "
-                f"of that name in Redis was opened {_when(opened)}: give another directory, or move the old one away"
+                f"of that name in Redis was opened {_when(opened)}: give another directory (--directory), or another run.name, or move the old one away"
             )
 
     def _read(self) -> Mapping[str, JSON] | None:
