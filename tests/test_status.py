@@ -90,13 +90,17 @@ def test_rates_are_those_since_the_last_look(client: redis.Redis, farm: Callable
 
 
 def test_a_run_that_ended_keeps_its_rates(client: redis.Redis, farm: Callable[[str], RunKeys]) -> None:
-    """An hour later it is still the speed it had."""
+    """An hour later it is still the speed it had: to its last group, also a freed one, and not to the end of admission, which is long before."""
     keys = farm("a")
     opened = float(client.hget(keys.state, "opened") or 0)
-    client.hset(keys.state, mapping={"status": "closed", "admitted": 6, "closed": opened + 2})
+    client.hset(keys.state, mapping={"status": "closed", "admitted": 6, "closed": opened + 0.01})
+    client.delete(keys.groups)
+    client.xdel(keys.groups, client.xadd(keys.groups, {"group": b""}, id=f"{int((opened + 2) * 1000)}-0"))
     run = observe(client).runs[0]
     assert run.status == "ended"
-    assert run.groups_per_s == pytest.approx(2.0)
+    assert run.groups_per_s == pytest.approx(2.0, rel=0.01)
+    client.delete(keys.groups)
+    assert observe(client).runs[0].seconds == pytest.approx(0.01, rel=0.01)
 
 
 def test_looking_changes_nothing(client: redis.Redis, farm: Callable[[str], RunKeys]) -> None:

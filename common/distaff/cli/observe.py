@@ -16,7 +16,7 @@ from typing import cast
 import redis
 
 from distaff.keys import RunKeys, parse_job_id
-from distaff.runs import list_runs, read_config_json, read_state
+from distaff.runs import RunState, list_runs, read_config_json, read_state
 
 SCAN_COUNT = 500
 MAX_DEAD_READ = 5_000
@@ -53,7 +53,7 @@ class RunView:
     unacknowledged: int
     policy_version: int | None
     seconds: float
-    """Since the run was opened, to its close or now."""
+    """Since the run was opened, to its last group if it has ended, else to now."""
     groups_per_s: float
     tokens_per_s: float
 
@@ -125,7 +125,7 @@ def _run(client: redis.Redis, name: str, now: float, earlier: RunView | None, sp
     pool = str(config.get("run", {}).get("pool", "default"))
     running = _running(client, name, pool)
     unacknowledged = client.xlen(RunKeys(name).groups)
-    seconds = max((state.closed if state.ended and state.closed else now) - state.opened, 0.001)
+    seconds = max((_last_work(client, name, state) if state.ended else now) - state.opened, 0.001)
     since_s = span_s if earlier and span_s > 0 else seconds
     outstanding = max(state.admitted - state.settled, 0)
     return RunView(
@@ -156,6 +156,16 @@ def _run(client: redis.Redis, name: str, now: float, earlier: RunView | None, sp
         groups_per_s=_rate(state.emitted, earlier.emitted if earlier else 0, since_s),
         tokens_per_s=_rate(state.tokens, earlier.tokens if earlier else 0, since_s),
     )
+
+
+def _last_work(client: redis.Redis, run: str, state: RunState) -> float:
+    """When an ended run did its last: it closed, or its last group came. The stream remembers that also when the group is freed."""
+    closed = state.closed or state.opened
+    try:
+        last = cast("dict[str, bytes]", client.xinfo_stream(RunKeys(run).groups))["last-generated-id"]
+    except redis.exceptions.ResponseError:
+        return closed
+    return max(closed, int(last.partition(b"-")[0]) / 1000)
 
 
 def _rate(count: int, before: int, seconds: float) -> float:
