@@ -87,9 +87,12 @@ def test_a_run_is_archived_to_its_end_and_freed(redis_url: str, client: redis.Re
 
 
 def test_a_run_may_be_opened_after_its_archiver(redis_url: str, client: redis.Redis, tmp_path: Path) -> None:
-    """The archiver waits for a run that is not there yet, and small numbers of groups are written without waiting for more."""
+    """The archiver waits for a run that is not there yet and says so; small numbers of groups are written without waiting for more."""
     progress: list[Progress] = []
-    with archiving(redis_url, tmp_path, progress=progress.append) as (_, reports):
+    with (
+        capture_logs() as events,
+        archiving(redis_url, tmp_path, progress=progress.append) as (_, reports),
+    ):
         wait_until(lambda: client.exists(KEYS.groups))
         append_groups(client, groups(0, 1), close=False)
         wait_until(lambda: client.xlen(KEYS.groups) == 0)
@@ -99,6 +102,7 @@ def test_a_run_may_be_opened_after_its_archiver(redis_url: str, client: redis.Re
         wait_until(lambda: reports)
     assert archived(tmp_path) == [0, 1, 2]
     assert (progress[-1].done, progress[-1].total) == (3, 3)
+    assert [(event["run"], event["known"]) for event in events if event["event"] == "run.awaited"] == [("run", [])]
 
 
 def test_a_group_that_is_on_disk_is_not_written_again(redis_url: str, client: redis.Redis, tmp_path: Path) -> None:

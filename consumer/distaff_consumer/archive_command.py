@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import Protocol
 
 import redis
+import structlog
 
 from distaff.clients import connect, ping
 from distaff.errors import ConfigurationError
-from distaff.runs import read_config_json
+from distaff.runs import list_runs, read_config_json, read_state
 from distaff.safety import check_redis
 from distaff.wire import MAX_GROUP_BYTES
 from distaff_consumer.archive import ArchiveOptions, Archiver, Progress
 from distaff_consumer.jsonl import JsonlWriter
 from distaff_consumer.owner import Ownership
 from distaff_consumer.segments import Compression, segments
+
+log = structlog.get_logger(__name__)
 
 
 class ArchiveSettings(ArchiveOptions, Protocol):
@@ -88,6 +91,8 @@ def run(
     with connect(redis_url, client_name="distaff-archive") as client:
         ping(client, redis_url)
         check_redis(client, redis_url, allow_unprotected=allow_unprotected)
+        if read_state(client, run) is None:
+            log.warning("run.awaited", run=run, known=list_runs(client)[:10], mend="correct --run, or produce the run")
         return _run(run, client, archive, progress or (lambda _: None), stop or threading.Event(), started)
 
 
