@@ -212,6 +212,13 @@ async def test_shutdown_command_drains(redis_url: str, client: redis.Redis) -> N
     assert client.smembers("rq:workers") == set()
 
 
+async def test_a_worker_is_announced_whole_when_it_appears(redis_url: str, client: redis.Redis) -> None:
+    """Not with the first beat: for seconds it would be shown as not ready and with another number of slots."""
+    async with working(make_service(redis_url, ScriptedPlayer(), beat_s=60)):
+        await until(lambda: client.hget("rq:worker:w1", "ready") == b"1")
+        assert client.hget("rq:worker:w1", "pool") == POOL.encode()
+
+
 async def test_suspend_holds_and_resume_goes_on(redis_url: str, client: redis.Redis) -> None:
     """`rq suspend` stops claims, `rq resume` continues them."""
     keys = open_run(client, RUN)

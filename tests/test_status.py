@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import redis
+from rq.suspension import resume, suspend
 
 from distaff.cli.main import main
 from distaff.cli.observe import observe, server_time
@@ -140,6 +141,14 @@ def test_the_tables_hold_what_a_person_looks_for(
     worker_line = next(line for line in lines if line.startswith("w-a "))
     assert "3/64" in worker_line
     assert "yes" in worker_line
+
+
+def test_suspended_workers_are_said_to_be(client: redis.Redis, redis_url: str, capsys: Capture) -> None:
+    """Otherwise a farm that `rq suspend` holds looks idle."""
+    for stopped in (True, False):
+        suspend(client) if stopped else resume(client)
+        assert main(["status", "--redis-url", redis_url]) == 0
+        assert ("suspended" in capsys.readouterr().out) is stopped
 
 
 def test_an_empty_server_and_an_unknown_run_are_said_plainly(redis_url: str, capsys: Capture) -> None:

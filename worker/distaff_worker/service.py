@@ -127,7 +127,7 @@ class Service:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
         await self._player.open()
-        await self._loop.run_in_executor(self._books, self._registration.birth)
+        await self._loop.run_in_executor(self._books, self._enlist)
         self._beater.start()
         log.info("worker.started", worker=self._options.name, pool=self._options.pool, slots=self._options.slots)
         try:
@@ -276,6 +276,10 @@ class Service:
             except redis.RedisError as error:
                 log.warning("sweep.failed", error=type(error).__name__)
             await asyncio.sleep(self._options.lease_s / 4)
+
+    def _enlist(self) -> None:
+        self._registration.birth()
+        self._announce()
 
     def _announce(self) -> None:
         self._registration.announce(

@@ -83,6 +83,8 @@ class Snapshot:
     runs: list[RunView]
     pools: dict[str, int]
     """Pool -> jobs waiting on its queue, of all runs."""
+    suspended: bool
+    """`rq suspend` is in force: no worker takes anything."""
     workers: list[WorkerView]
 
 
@@ -100,7 +102,13 @@ def observe(client: redis.Redis, *, run: str | None = None, before: Snapshot | N
     if run:
         workers = [worker for worker in workers if worker.pool in {view.pool for view in runs}]
     pools = sorted({view.pool for view in runs} | {worker.pool for worker in workers})
-    return Snapshot(time=now, runs=runs, pools={pool: _queue_length(client, pool) for pool in pools}, workers=workers)
+    return Snapshot(
+        time=now,
+        runs=runs,
+        pools={pool: _queue_length(client, pool) for pool in pools},
+        suspended=bool(client.exists(f"{_prefix()}:suspended")),
+        workers=workers,
+    )
 
 
 def server_time(client: redis.Redis) -> float:

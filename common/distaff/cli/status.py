@@ -78,6 +78,8 @@ def render(snapshot: Snapshot) -> RenderableType:
     stamp = time.strftime("%H:%M:%S", time.localtime(snapshot.time))
     queues = ", ".join(f"{pool} {length}" for pool, length in snapshot.pools.items()) or "none"
     parts: list[RenderableType] = [Text(f"{stamp}  waiting on the queue of each pool: {queues}")]
+    if snapshot.suspended:
+        parts.append(Text("suspended: workers take nothing until `rq resume`"))
     parts.append(_runs(snapshot.runs) if snapshot.runs else Text("no runs"))
     parts.append(_workers(snapshot.workers) if snapshot.workers else Text("no workers"))
     return Group(*parts)
