@@ -307,6 +307,17 @@ def test_a_run_that_begins_anew_while_it_is_archived_ends_the_archiver(
     assert unacknowledged(client) == [0, 1]
 
 
+def test_groups_freed_before_the_archiver_came_are_said_to_be_missing(
+    redis_url: str, client: redis.Redis, tmp_path: Path
+) -> None:
+    """A trainer that runs alone frees what it has acknowledged; a later archiver is not silent about it."""
+    client.xdel(KEYS.groups, *append_groups(client, groups(0, 3), close=False))
+    append_groups(client, groups(3, 5))
+    report = archive(redis_url, tmp_path)
+    assert (report.archived, report.missing) == (2, 3)
+    assert "3 groups of the run are not in this directory" in report.summary()
+
+
 def test_a_group_that_cannot_be_read_is_reported_as_missing(
     redis_url: str, client: redis.Redis, tmp_path: Path
 ) -> None:
@@ -317,7 +328,7 @@ def test_a_group_that_cannot_be_read_is_reported_as_missing(
     client.hincrby(KEYS.state, "emitted", 1)
     append_groups(client, groups(3, 4))
     report = archive(redis_url, tmp_path)
-    assert report.parked == 1
+    assert (report.parked, report.missing) == (1, 0)
     assert "1 groups could not be read" in report.summary()
     assert archived(tmp_path) == [0, 1, 3]
 

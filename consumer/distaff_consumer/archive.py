@@ -96,6 +96,12 @@ class Archiver:
         """Groups that could not be read and were put aside in Redis."""
         return self._consumer.parked
 
+    @property
+    def missing(self) -> int:
+        """Groups the run has emitted and that neither the archive nor the parked ones account for."""
+        emitted = self._state.emitted if self._state else 0
+        return max(emitted - len(self._writer) - self.parked, 0)
+
     def run(self) -> bool:
         """Archive to the end of the run: True. False when `stop` was set: what was read is written and acknowledged."""
         with self._consumer:

@@ -55,10 +55,12 @@ class ArchiveReport:
     """Of the acknowledged, those that had been written before."""
     parked: int
     """Groups that could not be read and are not in the archive; they are kept in Redis."""
+    missing: int
+    """Groups of the ended run that this archiver never saw: others had acknowledged them before it joined. 0 when it was stopped."""
     written_bytes: int
     files: int
     ended: bool
-    """The run has ended and everything is archived. False when the call was stopped."""
+    """The run has ended and everything that was there is archived. False when the call was stopped."""
     seconds: float
 
     def summary(self) -> str:
@@ -70,6 +72,11 @@ class ArchiveReport:
         )
         if self.parked:
             text += f"\n{self.parked} groups could not be read and are missing: see the log for delivery.parked"
+        if self.missing:
+            text += (
+                f"\n{self.missing} groups of the run are not in this directory: other consumers had acknowledged them, which frees them, "
+                "before this archiver first came (start it with the others), or an earlier archiver parked them"
+            )
         return text
 
 
@@ -130,6 +137,7 @@ def _run(
             archived=len(writer),
             duplicates=archiver.duplicates,
             parked=archiver.parked,
+            missing=archiver.missing if ended else 0,
             written_bytes=writer.synced_bytes,
             files=len(segments(directory)),
             ended=ended,
