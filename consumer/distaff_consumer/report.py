@@ -34,9 +34,9 @@ def _headline(metrics: Mapping[str, JSON]) -> str:
     names = ", ".join(f"{e['id']} {e['version']} ({e['split']})" for e in metrics["environments"]) or "no group"
     rollouts, times, tokens = metrics["rollouts"], metrics["times"], metrics["tokens"]
     return (
-        f"{metrics['model'] or 'model'} on {names}: {metrics['items']['played']} items x {rollouts['per_item']} rollouts, "
-        f"{rollouts['scored']} scored, {rollouts['failed']} failed, temperature {metrics['sampling'].get('temperature', '-')}, "
-        f"{tokens['completion']} tokens sampled, {times['seconds']:g} s"
+        f"{metrics['model'] or 'model'} on {names}, temperature {metrics['sampling'].get('temperature', '-')}:\n"
+        f"{metrics['items']['played']} items x {rollouts['per_item']} rollouts, {rollouts['scored']} scored, {rollouts['failed']} failed, "
+        f"{tokens['completion']} tokens sampled, {times['seconds']:.1f} s"
     )
 
 
