@@ -17,6 +17,8 @@ class DemoEngine:
     url: str
     model: str
     process: subprocess.Popen[str]
+    tokenizer: str = ""
+    """Its folder, when it was asked for."""
 
 
 @contextlib.contextmanager
@@ -29,7 +31,7 @@ def demo_engine(*arguments: str) -> Iterator[DemoEngine]:
         if not line:
             raise RuntimeError(f"the demo engine ended with exit code {process.wait(10)}")
         ready = json.loads(line)
-        yield DemoEngine(ready["url"], ready["model"], process)
+        yield DemoEngine(ready["url"], ready["model"], process, ready.get("tokenizer", ""))
     finally:
         process.terminate()
         try:

@@ -272,9 +272,12 @@ async def test_the_chat_api_answers(server: DemoEngine) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_at_once_with_exit_code_0(number: signal.Signals) -> None:
-    """Also while it generates."""
-    with demo_engine("--parallel", "1", "--context-tokens", "2048") as running:
+def test_a_signal_ends_it_at_once_with_exit_code_0(number: signal.Signals, tmp_path: Path) -> None:
+    """Also while it generates. It made the tokenizer it was asked for."""
+    arguments = ("--parallel", "1", "--context-tokens", "2048", "--tokenizer", str(tmp_path))
+    with demo_engine(*arguments) as running:
+        assert (Path(running.tokenizer) / "tokenizer.json").is_file()
+        assert Path(running.tokenizer).parent == tmp_path
         body = {"prompt": [1], "n_predict": 2000, "ignore_eos": True, "stream": True}
         request = urllib.request.Request(running.url + "/completion", json.dumps(body).encode())
         with urllib.request.urlopen(request, timeout=60) as response:

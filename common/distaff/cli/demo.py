@@ -61,6 +61,9 @@ def demo(settings: Settings, *, quick: bool) -> int:
         engine = _start_engine(tree, stop, tokenizer)
         if engine is None:
             return INTERRUPTED
+        screen.line(
+            "the engine is ready; it samples for all rollouts at once on the CPU: the first group takes a while"
+        )
         plans = {mode: demo_settings(settings, mode, engine, folder, quick=quick) for mode in MODES}
         code = _play(farm, plans, screen)
         farm.end()
