@@ -11,8 +11,8 @@ import pytest
 import redis
 
 from distaff import publish_policy_version, publish_policy_version_async, read_policy_version, read_policy_version_async
-from distaff.clients import connect_async
-from distaff.errors import ConfigurationError
+from distaff.clients import connect, connect_async
+from distaff.errors import ConfigurationError, RedisUnavailable
 from distaff.keys import RunKeys
 from tests.group_support import append_groups, make_group
 
@@ -78,3 +78,13 @@ async def test_policy_versions_never_go_backwards(client: redis.Redis, redis_url
     assert read_policy_version(client, "run") == 10
     with pytest.raises(ConfigurationError, match="below 0"):
         publish_policy_version(client, "run", -1)
+
+
+def test_a_redis_that_is_away_is_one_message_of_ours() -> None:
+    """A trainer gets RedisUnavailable, which says that calling again is harmless."""
+    with connect("redis://:secret@127.0.0.1:9/0") as away:
+        with pytest.raises(RedisUnavailable, match="call again") as reading:
+            read_policy_version(away, "run")
+        with pytest.raises(RedisUnavailable, match="call again") as publishing:
+            publish_policy_version(away, "run", 1)
+        assert "secret" not in f"{reading.value} {publishing.value}"

@@ -5,10 +5,14 @@ Invariant: the version of a run never goes backwards, whoever publishes and in w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import redis
 import redis.asyncio
 
-from distaff.errors import ConfigurationError
+from distaff.clients import redact_url
+from distaff.errors import ConfigurationError, RedisUnavailable
 from distaff.keys import RunKeys
 from distaff.scripts import register, register_async
 
@@ -19,26 +23,42 @@ def publish_policy_version(client: redis.Redis, run: str, version: int) -> bool:
     """Say that the engines serve `version` (an integer >= 0) from now on.
 
     False when a later version stands already, which then stays. Publishing the same version again is harmless.
-    Raises ConfigurationError for a version below 0.
+    Raises ConfigurationError for a version below 0, RedisUnavailable when Redis does not answer (call it again).
     """
-    reply = register(client, _SCRIPT)(keys=[RunKeys(run).policy], args=[_checked(version)])
-    return bool(reply)
+    args = [_checked(version)]
+    with _answering():
+        return bool(register(client, _SCRIPT)(keys=[RunKeys(run).policy], args=args))
 
 
 async def publish_policy_version_async(client: redis.asyncio.Redis, run: str, version: int) -> bool:
     """As `publish_policy_version`."""
-    reply = await register_async(client, _SCRIPT)(keys=[RunKeys(run).policy], args=[_checked(version)])
-    return bool(reply)
+    args = [_checked(version)]
+    with _answering():
+        return bool(await register_async(client, _SCRIPT)(keys=[RunKeys(run).policy], args=args))
 
 
 def read_policy_version(client: redis.Redis, run: str) -> int:
-    """The version that stands; 0 when none was published."""
-    return int(client.hget(RunKeys(run).policy, "version") or 0)
+    """The version that stands; 0 when none was published. Raises RedisUnavailable when Redis does not answer."""
+    with _answering():
+        return int(client.hget(RunKeys(run).policy, "version") or 0)
 
 
 async def read_policy_version_async(client: redis.asyncio.Redis, run: str) -> int:
     """As `read_policy_version`."""
-    return int(await client.hget(RunKeys(run).policy, "version") or 0)
+    with _answering():
+        return int(await client.hget(RunKeys(run).policy, "version") or 0)
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Redis errors as one message of ours."""
+    try:
+        yield
+    except (redis.RedisError, OSError) as error:
+        raise RedisUnavailable(
+            f"Redis did not take or give the policy version ({type(error).__name__}: {redact_url(str(error))[:200]}). "
+            "Start it or correct its URL, and call again: publishing a version twice is harmless"
+        ) from None
 
 
 def _checked(version: int) -> int:

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import cast
 
-import redis
 import structlog
 
 from distaff.errors import (
@@ -24,6 +23,7 @@ from distaff.errors import (
     EngineUnavailable,
     FatalRun,
     GroupTooLarge,
+    RedisUnavailable,
     WireError,
 )
 from distaff.types import PolicySpan, RolloutFailure, RolloutItem, ScoredGroup
@@ -160,8 +160,8 @@ class GroupPlayer:
         while True:
             try:
                 return await loop.run_in_executor(self._packing, self._read_policy, run)
-            except redis.RedisError as error:
-                log.warning("policy.unknown", error=type(error).__name__)
+            except RedisUnavailable as error:
+                log.warning("policy.unknown", reason=str(error))
                 await asyncio.sleep(1.0)
 
     async def _check_engine(self, run: WarmRun, failures: Sequence[RolloutFailure]) -> None:
