@@ -11,8 +11,10 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from tests.redis_support import running_redis
+
 from benchmarks.farm import admit, wait_until_emitted
-from benchmarks.processes import redis_server, role
+from benchmarks.processes import role
 from benchmarks.results import Figure
 from distaff.clients import connect
 from distaff_worker.service import TICK_S
@@ -56,7 +58,7 @@ class Idler:
 def run() -> Sequence[Figure]:
     share = GROUPS // WORKERS
     with ExitStack() as stack:
-        url = stack.enter_context(redis_server())
+        url = stack.enter_context(running_redis())
         client = stack.enter_context(connect(url))
         engine = stack.enter_context(role("engine", "--tokens", TOKENS, "--latency-s", LATENCY_S))
         flags = ("--slots", SLOTS, "--first", share // 10, "--last", share - SLOTS - share // 10)

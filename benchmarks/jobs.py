@@ -13,9 +13,10 @@ from statistics import median
 
 import redis
 from rq import Queue
+from tests.redis_support import running_redis
 from tests.worker_support import POOL, enqueue, open_run
 
-from benchmarks.processes import redis_server, role
+from benchmarks.processes import role
 from benchmarks.results import Figure
 from benchmarks.roles import stock_jobs
 from distaff.clients import connect
@@ -73,7 +74,7 @@ def _ours(nap_s: float, count: int) -> float:
 
 @contextmanager
 def _client() -> Iterator[tuple[redis.Redis, str]]:
-    with redis_server() as url, connect(url) as client:
+    with running_redis() as url, connect(url) as client:
         yield client, url
 
 

