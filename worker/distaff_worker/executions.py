@@ -18,7 +18,6 @@ import redis
 import structlog
 
 from distaff.errors import FatalRun, WireError
-from distaff.keys import parse_job_id
 from distaff.types import RolloutItem
 from distaff_worker.leases import Lease, Settlement
 from distaff_worker.letters import Letters
@@ -108,7 +107,7 @@ class Executions:
     def interrupt_run(self, run: str, life: str, reason: Interrupt) -> None:
         """Interrupt all of one run."""
         for lease in self.leases():
-            if lease.life == life and (parse_job_id(lease.job_id) or ("", 0))[0] == run:
+            if lease.life == life and lease.place[0] == run:
                 self.interrupt(lease.execution_id, reason)
 
     async def _execute(self, running: Running, books: Executor) -> None:
@@ -206,5 +205,5 @@ class Executions:
 
 
 def _unknown_item(lease: Lease) -> RolloutItem:
-    run, seq = parse_job_id(lease.job_id) or ("", 0)
+    run, seq = lease.place
     return RolloutItem(run=run, seq=seq, key="", epoch=0, split="train", task={}, seed=0)

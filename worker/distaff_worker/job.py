@@ -138,8 +138,9 @@ class GroupPlayer:
     # -- conclude ----------------------------------------------------------------------------------------------------
 
     async def _conclude(self, run: WarmRun, lease: Lease, item: RolloutItem, attempts: Sequence[Attempt]) -> Outcome:
-        played = [part for attempt in attempts for part in played_rollouts(attempt)]
-        usable = sum(all(part.failure is None for part in played_rollouts(attempt)) for attempt in attempts)
+        parts = [played_rollouts(attempt) for attempt in attempts]
+        played = [part for seats in parts for part in seats]
+        usable = sum(all(part.failure is None for part in seats) for seats in parts)
         required = run.config.rollouts.required(run.config.run.mode)
         if usable < required:
             failures = [part.failure for part in played if part.failure]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from distaff.keys import parse_job_id
+
 Settlement = Literal["emitted", "buried", "released", "already", "settled", "lost", "gone"]
 """What a settling script answered. emitted, buried, released, already: ours. settled, lost, gone: somebody else's by now."""
 
@@ -29,6 +31,11 @@ class Lease:
     """time.monotonic() of the claim."""
     life: str = ""
     """When its run was opened: one that was deleted and opened anew under the same name is another run."""
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """(run, seq) of the item, ("", 0) for a job that is none of ours."""
+        return parse_job_id(self.job_id) or ("", 0)
 
     @property
     def suspect(self) -> bool:

@@ -21,7 +21,6 @@ import structlog
 from rq.worker.base import WorkerStatus
 
 from distaff.errors import FatalRun
-from distaff.keys import parse_job_id
 from distaff_worker.beat import Beater
 from distaff_worker.claim import Claimer, Suspended
 from distaff_worker.executions import Executions
@@ -225,7 +224,7 @@ class Service:
 
     def _on_fatal(self, lease: Lease, error: FatalRun) -> None:
         """Others may be able to play the run, and this worker may be able to play others."""
-        run, _ = parse_job_id(lease.job_id) or ("", 0)
+        run, _ = lease.place
         key = f"{run} {lease.life}"
         if key not in self._refused:
             self._refused[key] = error

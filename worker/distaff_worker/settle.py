@@ -17,7 +17,7 @@ from rq.utils import now, utcformat
 
 from distaff import scripts
 from distaff.clients import may_pass
-from distaff.keys import RunKeys, parse_job_id
+from distaff.keys import RunKeys
 from distaff_worker.leases import Counts, Lease, Settlement
 from distaff_worker.rq_schema import ExecutionKeys, PoolKeys, pack_exception, results_key, worker_executions_key
 
@@ -119,8 +119,8 @@ class Settler:
 
 
 def _item_of(lease: Lease) -> tuple[RunKeys, int]:
-    parsed = parse_job_id(lease.job_id)
-    return (RunKeys(parsed[0]), parsed[1]) if parsed else (RunKeys(""), 0)
+    run, seq = lease.place
+    return RunKeys(run), seq
 
 
 def _worked(lease: Lease) -> str:

@@ -6,7 +6,6 @@ Invariant: a role is imported by name when its command runs, never before: the o
 from __future__ import annotations
 
 import importlib
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -91,9 +90,6 @@ def report(settings: Settings, *, quiet: bool) -> int:
 
 def work(settings: Settings) -> int:
     """One worker process, until it is told to stop. It handles signals itself."""
-    os.environ.setdefault(
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
-    )  # it advises to install PyTorch, which a worker has no use for
     module = role("distaff_worker.command", command="work", extra="worker")
     with Screen(settings.log, quiet=True):
         return int(module.run(settings))
