@@ -1,0 +1,1 @@
+"""What fault tests stand on: servers, proxies, processes, seeds, the oracle, canaries."""
