@@ -18,6 +18,7 @@ import zstandard
 from distaff.clients import connect
 from distaff.redaction import redact
 from tests.harness.canaries import CANARY, REDIS_PASSWORD, assert_nowhere, environment, secrets_in, with_password
+from tests.worker_support import wait_until
 
 KEY = CANARY["CANARY_SERVICE_PASSWORD"]
 SPELLINGS: dict[str, Callable[[str], bytes]] = {
@@ -76,6 +77,7 @@ def test_a_canary_in_a_text_a_file_or_an_argument_is_found(tmp_path: Path) -> No
     for arguments, leaks in ((["x"], False), ([KEY], True)):
         parent = subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, env=environment())
         try:
+            wait_until(lambda: Path(f"/proc/{parent.pid}/cmdline").read_bytes(), what="the process did not start")  # noqa: B023
             if leaks:
                 with pytest.raises(AssertionError, match="the arguments of process"):
                     assert_nowhere(pids=[parent.pid])
