@@ -1,1 +1,1 @@
-"""What fault tests stand on: servers, proxies, processes, seeds, the oracle, canaries."""
+"""What breaks the farm on purpose: servers that die, networks that fail, processes that are killed, seeds that repeat it."""
