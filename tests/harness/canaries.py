@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import gzip
-import hashlib
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,8 +22,8 @@ import zstandard
 
 ENGINE_KEY_VAR = "CANARY_ENGINE_API_KEY"
 """Give it to a run as `engine.api_key_var`."""
-REDIS_PASSWORD = "p@ss/canary0redis0Qw7Lk"
-"""Has characters that a URL must escape."""
+REDIS_PASSWORD = "p@ss:canary0redis0Qw7Lk"
+"""For `RedisServer(config={"requirepass": REDIS_PASSWORD})`. Has characters that a URL must escape."""
 CANARY: Mapping[str, str] = MappingProxyType(
     {
         ENGINE_KEY_VAR: "sk-canary0engine0Zx9Qp",
@@ -57,18 +56,10 @@ def environment(base: Mapping[str, str] | None = None, **more: str) -> dict[str,
 
 
 def with_password(url: str) -> str:
-    """`url` with the canary password, for a server that was started with `acl_file`."""
+    """`url` with the canary password."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     return urlunsplit(parts._replace(netloc=f":{quote(REDIS_PASSWORD, safe='')}@{host}"))
-
-
-def acl_file(folder: Path) -> Path:
-    """A file for redis-server's `aclfile`: the default user needs the canary password, of which only the hash is written."""
-    path = folder / "users.acl"
-    digest = hashlib.sha256(REDIS_PASSWORD.encode()).hexdigest()
-    path.write_text(f"user default on sanitize-payload #{digest} ~* &* +@all\n")
-    return path
 
 
 def assert_nowhere(
