@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,11 +20,14 @@ from distaff.environments.load import load
 from distaff.keys import RunKeys
 from distaff.policy import read_policy_version
 from distaff.runs import read_config_json
+from distaff.settings import WorkerSection
 from distaff.types import ScoredGroup
 from distaff.wire import decode_group
 from distaff_producer.produce import Producer
 from distaff_producer.report import ProduceReport
 from distaff_worker.demo_engine.gguf_tokenizer import demo_tokenizer_dir
+from distaff_worker.hosting.launcher import Launcher
+from distaff_worker.hosting.opening import Hosting
 from distaff_worker.job import GroupPlayer
 from distaff_worker.metrics import Metrics
 from distaff_worker.service import Service, ServiceOptions
@@ -67,11 +71,28 @@ def run_config(engine_url: str, *, name: str = "run-1", **sections: dict[str, An
     return RunConfig(**values)  # type: ignore[arg-type]
 
 
-def make_worker(url: str, *, name: str = "w1", **options: Any) -> tuple[Service, Metrics]:
+@cache
+def launcher() -> Launcher:
+    """Starts environments for all tests of this process: its zygote has imported verifiers once."""
+    started = Launcher()
+    atexit.register(started.close)
+    return started
+
+
+def make_worker(
+    url: str, *, name: str = "w1", hosts: WorkerSection | None = None, **options: Any
+) -> tuple[Service, Metrics]:
     """A worker as `distaff work` builds it."""
     client, metrics = connect(url), Metrics()
+    hosting = Hosting(
+        launcher=launcher(),
+        worker=hosts or WorkerSection(),
+        on_end=lambda reason: metrics.environments_ended.labels(reason).inc(),
+    )
     player = GroupPlayer(
-        lambda tokenizing: WarmRuns(lambda run: read_config_json(client, run), tokenizing=tokenizing),
+        lambda tokenizing: WarmRuns(
+            lambda run: read_config_json(client, run), tokenizing=tokenizing, open_environment=hosting.open
+        ),
         worker=name,
         metrics=metrics,
         read_policy=lambda run: read_policy_version(client, run),

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import signal
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +26,7 @@ from distaff_worker.outcome import Outcome
 from distaff_worker.settle import Settler
 from distaff_worker.warm import WarmRuns
 from tests.farm_support import groups_of, make_worker, produce, run_config, says, settled, working_on
-from tests.redis_support import wait_for_redis
+from tests.harness.servers import RedisServer
 from tests.scripted_engine import Ask, Reply, ScriptedEngine
 from tests.test_service import RUN, make_service, working
 from tests.worker_support import POOL, ScriptedPlayer, check_oracle, emit_of, enqueue, make_item, open_run, until
@@ -155,8 +151,11 @@ async def test_runs_that_nobody_plays_any_more_are_closed(redis_url: str, client
     async def load(run: str) -> Any:
         return Played(run)
 
+    async def no_environment(config: RunConfig) -> Any:
+        raise NotImplementedError
+
     with ThreadPoolExecutor(1) as tokenizing:
-        runs = WarmRuns(lambda run: None, tokenizing=tokenizing)
+        runs = WarmRuns(lambda run: None, tokenizing=tokenizing, open_environment=no_environment)
         runs._load = load  # type: ignore[method-assign]
         async with runs.using("kept", "1"):
             for number in range(6):
@@ -219,16 +218,10 @@ def test_a_sum_out_of_range_does_not_end_a_settlement_half_way(client: redis.Red
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="the embedded server keeps nothing over a restart")
 async def test_workers_outlive_a_redis_that_stands_still_and_one_that_restarts(tmp_path: Path) -> None:
     """P5, P7: stopped for 12 s in the middle of emits, then restarted from its append-only file: every item once."""
-    url = f"unix://{tmp_path}/r.sock?db=0"
-    command = ["redis-server", "--port", "0", "--unixsocket", f"{tmp_path}/r.sock", "--dir", str(tmp_path)]
-    command += ["--appendonly", "yes", "--logfile", "log"]
-    with ExitStack() as servers, connect(url) as client:
-        server = servers.enter_context(subprocess.Popen(command))
-        servers.callback(server.kill)
-        wait_for_redis(url)
+    with RedisServer(tmp_path, aof=True) as server:
+        client = server.client()
         keys = open_run(client, RUN)
         enqueue(client, RUN, 150)
 
@@ -236,18 +229,14 @@ async def test_workers_outlive_a_redis_that_stands_still_and_one_that_restarts(t
             await asyncio.sleep(0.05)
             return emit_of(item)
 
-        one, two = (make_service(url, ScriptedPlayer(play), name=name, lease_s=3.0) for name in ("w1", "w2"))
+        one, two = (make_service(server.url, ScriptedPlayer(play), name=name, lease_s=3.0) for name in ("w1", "w2"))
         async with working(one), working(two):
             await until(lambda: client.xlen(keys.groups) > 20)
-            server.send_signal(signal.SIGSTOP)
+            server.pause()
             await asyncio.sleep(12)
-            server.send_signal(signal.SIGCONT)
+            server.resume()
             await until(lambda: client.xlen(keys.groups) > 60, seconds=20)
-            server.terminate()
-            await asyncio.to_thread(server.wait, 10)
-            server = servers.enter_context(subprocess.Popen(command))
-            servers.callback(server.kill)
-            wait_for_redis(url)
+            await asyncio.to_thread(server.restart)
             await until(lambda: client.xlen(keys.groups) == 150, seconds=30)
             await until(lambda: client.pubsub_numsub("rq:pubsub:w1")[0][1] == 1)
             send_shutdown_command(client, "w1")

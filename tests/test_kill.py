@@ -108,25 +108,25 @@ async def test_thirty_items_survive_a_kill(redis_url: str, client: redis.Redis) 
 async def test_an_item_that_aborts_the_process_becomes_a_dead_letter_and_the_others_go_on(
     redis_url: str, client: redis.Redis
 ) -> None:
-    """P13: the worker dies of it three times, restarted each time; then the item is given up, and no other with it."""
+    """P13: the process of its environment dies with each attempt, the worker goes on; then the item is given up, and no other with it."""
 
     async def script(ask: Ask) -> Reply:
         return says("number 1")
 
     async with ScriptedEngine(script=script) as engine:
         args = {"rows": 12, "turns": 1, "fault": "abort", "every": 100}
-        limits = {"group_size": 2, "max_lost": 2}
+        limits = {"group_size": 2}
         await produce(redis_url, run_config(engine.url, environment={"args": args}, rollouts=limits))
-        deaths = 0
-        while not settled(client, "run-1"):
-            assert deaths <= 3
-            worker = start_worker(redis_url, "--worker.exit-when-done", "true", "--worker.slots", "4")
-            try:
-                deaths += await asyncio.to_thread(worker.wait, 90) != 0
-            finally:
-                if worker.poll() is None:
-                    kill(worker)
+        worker = start_worker(redis_url, "--worker.exit-when-done", "true", "--worker.slots", "4")
+        try:
+            assert await asyncio.to_thread(worker.wait, 90) == 0
+        finally:
+            if worker.poll() is None:
+                kill(worker)
     letters: Any = client.hgetall(RunKeys("run-1").dead)
-    assert {seq: json.loads(text)["kind"] for seq, text in letters.items()} == {b"0": "lost"}
-    assert deaths == 3
+    assert list(letters) == [b"0"]
+    letter = json.loads(letters[b"0"])
+    assert (letter["kind"], letter["boundary"], letter["attempts"]) == ("environment_error", "process", 3)
+    assert "SIGABRT" in letter["message"]
+    assert "marker_env.py" in letter["message"]
     check_oracle(client, "run-1")

@@ -53,6 +53,8 @@ class EnvironmentSection(Section):
     """Which verifiers API the environment speaks; found out from the module unless set."""
     split: Split = "train"
     """The dataset to walk; an environment that has only one split gives that one."""
+    load_timeout_s: Seconds = 600.0
+    """Deadline of loading the environment in a worker."""
 
     def args_hash(self) -> str:
         """First 16 hex digits of the SHA-256 of the arguments' canonical JSON."""
@@ -142,6 +144,9 @@ class RolloutSection(Section):
     """Deadline of the whole group, scoring included."""
     score_timeout_s: Seconds = 60.0
     """Deadline of scoring a group."""
+    block_timeout_s: Seconds = 60.0
+    """How long environment code may keep its process from doing anything else (a synchronous call, an endless loop). Then the process is
+    killed, the item to blame has lost an attempt, and the others in it are played again."""
     zero_variance: Literal["keep", "drop"] = "keep"
     """drop: an RL group whose rewards are all equal becomes a dead letter of kind `dropped` and is replaced by another item."""
 

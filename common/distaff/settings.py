@@ -49,6 +49,18 @@ class WorkerSection(Section):
     """End when every run of the pool is closed and all its items are settled."""
     max_groups: Annotated[int, Field(ge=0)] = 0
     """End after this many groups, to be started anew by whoever supervises; 0: never."""
+    max_rss_bytes: Annotated[int, Field(ge=0)] = 0
+    """End when this process has grown to so much memory, to be started anew by whoever supervises; 0: never. Environments have processes of
+    their own, see environment_growth_bytes."""
+    environment_processes: Count = 1
+    """Child processes of a worker in which the environment of a run is loaded; groups are spread over them."""
+    environment_max_groups: Annotated[int, Field(ge=0)] = 0
+    """Such a process is replaced after so many groups; 0: never for that reason."""
+    environment_growth_bytes: Count = 1 << 30
+    """Such a process is replaced when it has grown by so much since the environment was loaded."""
+    environment_memory_bytes: Annotated[int, Field(ge=0)] = 0
+    """What such a process may allocate beyond what it has after loading; then its code gets a MemoryError. 0: half of the machine's memory,
+    or of the container's."""
 
     @model_validator(mode="after")
     def _beats_in_time(self) -> WorkerSection:

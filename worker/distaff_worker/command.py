@@ -12,7 +12,6 @@ import os
 import secrets
 import socket
 import sys
-import time
 
 import redis
 import structlog
@@ -24,8 +23,11 @@ from distaff.policy import read_policy_version
 from distaff.runs import list_runs, read_config_json, read_state
 from distaff.safety import check_redis
 from distaff.settings import DEFAULT_REDIS_URL, Settings
+from distaff.starting import patiently
 from distaff_worker import collector
 from distaff_worker.health import HealthServer
+from distaff_worker.hosting.launcher import Launcher
+from distaff_worker.hosting.opening import Hosting
 from distaff_worker.job import GroupPlayer
 from distaff_worker.metrics import Metrics
 from distaff_worker.service import Service, ServiceOptions
@@ -44,7 +46,7 @@ def run(settings: Settings) -> int:
     url = settings.redis_url or DEFAULT_REDIS_URL
     with connect(url, client_name="distaff-worker") as client:
         ping(client, url)
-        check_redis(client, url, allow_unprotected=settings.allow_unprotected)
+        patiently(lambda: check_redis(client, url, allow_unprotected=settings.allow_unprotected), role="the worker")
         prepare_process()
         try:
             with connect(url, client_name="distaff-beat", socket_timeout_s=max(1.0, settings.worker.beat_s)) as beats:
@@ -57,8 +59,18 @@ def run(settings: Settings) -> int:
 async def _work(client: redis.Redis, beats: redis.Redis, settings: Settings) -> None:
     worker, metrics = settings.worker, Metrics()
     name = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(3)}"
+    launcher = Launcher()
+    launcher.start()
+    hosting = Hosting(
+        launcher=launcher,
+        worker=worker,
+        log=settings.log,
+        on_end=lambda reason: metrics.environments_ended.labels(reason).inc(),
+    )
     player = GroupPlayer(
-        lambda tokenizing: WarmRuns(lambda of_run: read_config_json(client, of_run), tokenizing=tokenizing),
+        lambda tokenizing: WarmRuns(
+            lambda of_run: read_config_json(client, of_run), tokenizing=tokenizing, open_environment=hosting.open
+        ),
         worker=name,
         metrics=metrics,
         read_policy=lambda of_run: read_policy_version(client, of_run),
@@ -90,6 +102,7 @@ async def _work(client: redis.Redis, beats: redis.Redis, settings: Settings) -> 
         await service.run()
     finally:
         health.stop()
+        launcher.close()
 
 
 def _all_ended(client: redis.Redis, pool: str) -> bool:
@@ -104,19 +117,9 @@ def _pool_of(client: redis.Redis, name: str) -> str:
 
 
 def prepare_process() -> None:
-    """What a worker process does once, before its loop runs: imports what takes seconds, and takes care that nothing stalls the loop later."""
+    """What a worker process does once, before its loop runs: takes care that nothing stalls the loop later."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    _import_environments()
-    collector.settle()
-
-
-def _import_environments() -> None:
-    """verifiers takes seconds to import; done here, it does not hold up the loop at the first item."""
-    started = time.monotonic()
     # transformers advises installing torch, which a worker has no use for.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import verifiers
-
-    _ = verifiers.Environment
     adopt_loggers()
-    log.debug("verifiers.imported", seconds=round(time.monotonic() - started, 2))
+    collector.settle()

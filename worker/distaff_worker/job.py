@@ -21,6 +21,7 @@ from distaff.errors import (
     EngineError,
     EngineRefused,
     EngineUnavailable,
+    EnvironmentFailure,
     FatalRun,
     GroupTooLarge,
     RedisUnavailable,
@@ -32,12 +33,12 @@ from distaff_worker.advantages import group_advantages
 from distaff_worker.assemble import GroupContext, PlayedRollout, assemble_group
 from distaff_worker.attempt import Attempt, model_samples, played_rollouts
 from distaff_worker.chat_models import TokenChatModel
+from distaff_worker.hosting.environment import Place
 from distaff_worker.leases import Counts, Lease
 from distaff_worker.letters import Letters, too_few
 from distaff_worker.metrics import Metrics
 from distaff_worker.outcome import Emit, Outcome
 from distaff_worker.rollouts import GroupRoller
-from distaff_worker.score import Scorer
 from distaff_worker.warm import WarmRun, WarmRuns
 
 log = structlog.get_logger(__name__)
@@ -59,14 +60,12 @@ class GroupPlayer:
         self._packing = ThreadPoolExecutor(2, "distaff-pack")
         self._runs = runs(self._tokenizing)
         self._roller = GroupRoller(tokenizing=self._tokenizing, metrics=metrics)
-        self._scorer = Scorer()
         self._letters = Letters(worker)
 
     async def open(self) -> None: ...
 
     async def close(self) -> None:
         await self._runs.close()
-        self._scorer.close()
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
         self._packing.shutdown(wait=False, cancel_futures=True)
 
@@ -82,28 +81,51 @@ class GroupPlayer:
             return self._letters.bury(lease, item, kind="lost", boundary="worker", message=message)
         try:
             async with asyncio.timeout(limits.group_timeout_s):
-                attempts = await self._roller.play(run, lease, item)
-                await self._score(run, attempts)
+                attempts, blamed = await self._attempts(run, lease, item)
                 await self._tokenize(run, attempts)
         except TimeoutError:
             message = f"the group took longer than {limits.group_timeout_s:g} s"
             failure = RolloutFailure(kind="timeout", boundary="deadline", message=message)
             await self._check_engine(run, [failure])
             return self._letters.failed(limits, lease, item, failure)
+        if blamed:
+            return self._letters.failed(limits, lease, item, blamed)
         return await self._conclude(run, lease, item, attempts)
 
-    # -- score -------------------------------------------------------------------------------------------------------
+    # -- roll out and score ------------------------------------------------------------------------------------------
 
-    async def _score(self, run: WarmRun, attempts: Sequence[Attempt]) -> None:
+    async def _attempts(
+        self, run: WarmRun, lease: Lease, item: RolloutItem
+    ) -> tuple[list[Attempt], RolloutFailure | None]:
+        """The rollouts, scored; or why there are none. From the start again when another group's code ended the process they were in."""
+        most = run.config.rollouts.max_lost
+        for _ in range(most):
+            async with run.environment.place() as place:
+                attempts = await self._roller.play(run, place, lease, item)
+                if any(attempt.broken and attempt.broken.kind == "timeout" for attempt in attempts):
+                    await place.verdict()
+                try:
+                    if place.loss is None:
+                        await self._score(run, place, attempts)
+                        return attempts, None
+                except EnvironmentFailure as error:
+                    if place.loss is None:
+                        return [], RolloutFailure(kind="scoring_error", boundary="reward", message=str(error))
+            if place.blamed and place.loss:
+                return [], place.loss.failure
+            self._metrics.replayed.inc()
+            log.warning("group.replayed", reason="another group ended the process of the environment")
+        message = f"the process of its environment ended {most} times while it was played"
+        return [], RolloutFailure(kind="environment_error", boundary="process", message=message)
+
+    async def _score(self, run: WarmRun, place: Place, attempts: Sequence[Attempt]) -> None:
         playable = [attempt for attempt in attempts if attempt.broken is None]
         if not playable:
             return
         started = time.monotonic()
         try:
-            scores = await self._scorer.score(
-                run.environment,
-                [attempt.episode for attempt in playable],
-                timeout_s=run.config.rollouts.score_timeout_s,
+            scores = await place.score(
+                [attempt.episode for attempt in playable], timeout_s=run.config.rollouts.score_timeout_s
             )
         except DeadlineExceeded as error:
             for attempt in playable:

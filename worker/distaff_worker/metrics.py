@@ -32,6 +32,12 @@ class Metrics:
         self.retried = Counter("distaff_items_retried", "Attempts that failed and were put back", registry=r)
         self.fenced = Counter("distaff_executions_fenced", "Results thrown away: the lease was lost", registry=r)
         self.redis_errors = Counter("distaff_redis_errors", "Claims that Redis did not answer", registry=r)
+        self.replayed = Counter(
+            "distaff_groups_replayed", "Groups played again: another's code ended their process", registry=r
+        )
+        self.environments_ended = Counter(
+            "distaff_environment_processes_ended", "Environment processes replaced", ["reason"], registry=r
+        )
         self.turns = Counter("distaff_turns", "Model turns", ["prompt"], registry=r)
         self.rollout_errors = Counter(
             "distaff_rollout_errors", "Rollouts without a usable reward", ["kind"], registry=r

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from typing import Protocol
 
 import structlog
 
-from distaff.environments.protocol import Environment, Episode, ModelFactory, Play
+from distaff.environments.protocol import Episode, ModelFactory, failed_episode
 from distaff.types import JSON, RolloutFailure
 
 log = structlog.get_logger(__name__)
 UNWIND_S = 5.0
+
+
+class Playable(Protocol):
+    """The part of an Environment that plays."""
+
+    async def play(self, task: Mapping[str, JSON], model_for: ModelFactory) -> Episode: ...
 
 
 class Roller:
@@ -30,7 +37,7 @@ class Roller:
         return len(self._strays)
 
     async def play(
-        self, environment: Environment, task: Mapping[str, JSON], model_for: ModelFactory, *, timeout_s: float
+        self, environment: Playable, task: Mapping[str, JSON], model_for: ModelFactory, *, timeout_s: float
     ) -> Episode:
         """One episode; past the deadline, one with a `timeout` failure. Raises only CancelledError, after cleaning up."""
         play = asyncio.get_running_loop().create_task(environment.play(task, model_for))
@@ -53,9 +60,3 @@ class Roller:
             log.error("rollout.left_behind", strays=len(self._strays) + 1)
             self._strays.add(play)
             play.add_done_callback(self._strays.discard)
-
-
-def failed_episode(failure: RolloutFailure) -> Episode:
-    """An episode that has nothing but its failure."""
-    play = Play(seat="", messages=[], tools=[], turns=0, stop_condition="", truncated=False, error=failure, timings={})
-    return Episode(plays=[play])

@@ -19,7 +19,7 @@ from distaff_worker.attempt import Attempt, Model
 from distaff_worker.chat_models import ApiChatModel, TokenChatModel
 from distaff_worker.leases import Lease
 from distaff_worker.metrics import Metrics
-from distaff_worker.rollout import Roller
+from distaff_worker.rollout import Playable, Roller
 from distaff_worker.sampling import Limits, derive_seed
 from distaff_worker.turns import Turnstile
 from distaff_worker.warm import WarmRun
@@ -42,16 +42,16 @@ class GroupRoller:
         """Rollouts that ignored their cancellation and still run."""
         return self._roller.strays
 
-    async def play(self, run: WarmRun, lease: Lease, item: RolloutItem) -> list[Attempt]:
+    async def play(self, run: WarmRun, place: Playable, lease: Lease, item: RolloutItem) -> list[Attempt]:
         """All rollouts of the item, at once. Raises only CancelledError, after every rollout has cleaned up."""
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self._rollout(run, lease, item, index))
+                group.create_task(self._rollout(run, place, lease, item, index))
                 for index in range(run.config.rollouts.group_size)
             ]
         return [task.result() for task in tasks]
 
-    async def _rollout(self, run: WarmRun, lease: Lease, item: RolloutItem, index: int) -> Attempt:
+    async def _rollout(self, run: WarmRun, place: Playable, lease: Lease, item: RolloutItem, index: int) -> Attempt:
         """Rollout `index`, played again while its failure may pass and its deadline allows."""
         await self._turnstile.turn()
         limits = run.config.rollouts
@@ -60,7 +60,7 @@ class GroupRoller:
             models: dict[str, Model] = {}
             left_s = limits.timeout_s - (time.monotonic() - started)
             model_for = self._model_factory(run, models, item, index, f"{lease.execution_id}.{index}.{retry}", retry)
-            episode = await self._roller.play(run.environment, item.task, model_for, timeout_s=max(left_s, 0.001))
+            episode = await self._roller.play(place, item.task, model_for, timeout_s=max(left_s, 0.001))
             attempt = Attempt(index, episode, models, time.monotonic() - started)
             failure = attempt.broken
             if failure is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ import structlog
 from pydantic import ValidationError
 
 from distaff.config import RunConfig
-from distaff.environments.load import environment_ref, load
-from distaff.environments.protocol import Environment
+from distaff.environments.load import environment_ref
 from distaff.errors import DistaffError, FatalRun
 from distaff.types import EnvironmentRef
 from distaff_worker import collector
 from distaff_worker.engines import open_chat_engine, open_token_engine
 from distaff_worker.engines.protocol import ChatEngine, EngineInfo, TokenEngine
+from distaff_worker.hosting.environment import HostedEnvironment
 from distaff_worker.rendering.loading import open_renderer
 from distaff_worker.rendering.protocol import Renderer
 from distaff_worker.shared import SharedCall
@@ -39,7 +39,7 @@ class WarmRun:
     """Everything that playing an item of one run needs."""
 
     config: RunConfig
-    environment: Environment
+    environment: HostedEnvironment
     reference: EnvironmentRef
     renderer: Renderer | None
     """None in evaluation."""
@@ -73,10 +73,17 @@ class _Entry:
 
 
 class WarmRuns:
-    """The runs this worker plays, and the last few it has played. tokenizing: the one thread that touches tokenizers."""
+    """The runs this worker plays, and the last few it has played. tokenizing: the one thread that touches tokenizers.
+    open_environment: loads a run's environment in processes of its own."""
 
-    def __init__(self, read_config: Callable[[str], str | None], *, tokenizing: Executor) -> None:
-        self._read_config = read_config
+    def __init__(
+        self,
+        read_config: Callable[[str], str | None],
+        *,
+        tokenizing: Executor,
+        open_environment: Callable[[RunConfig], Awaitable[HostedEnvironment]],
+    ) -> None:
+        self._read_config, self._open_environment = read_config, open_environment
         self._tokenizing = tokenizing
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -140,9 +147,16 @@ class WarmRuns:
             raise FatalRun(f"run {run!r} cannot be played by this worker: {error}") from error
 
     async def _open(self, config: RunConfig) -> WarmRun:
+        environment = await self._open_environment(config)
+        try:
+            return await self._around(environment, config)
+        except BaseException:
+            await environment.close()
+            raise
+
+    async def _around(self, environment: HostedEnvironment, config: RunConfig) -> WarmRun:
         loop = asyncio.get_running_loop()
         mode = config.run.mode
-        environment = load(config.environment)
         renderer = None
         if mode != "eval":
             renderer = await loop.run_in_executor(
@@ -157,7 +171,7 @@ class WarmRuns:
             )
         else:
             engine = chat_engine = open_chat_engine(config.engine)
-        info = await _checked(engine, environment)
+        info = await _checked(engine)
         collector.settle()
         log.info("run.warmed", run=config.run.name, mode=mode, model=info.model, engine=info.kind, version=info.version)
         return WarmRun(
@@ -176,13 +190,12 @@ def _is_warm(load: asyncio.Task[WarmRun]) -> bool:
     return load.done() and not load.cancelled() and load.exception() is None
 
 
-async def _checked(engine: TokenEngine | ChatEngine, environment: Environment) -> EngineInfo:
-    """What the engine says of itself; closes what was opened when it says no."""
+async def _checked(engine: TokenEngine | ChatEngine) -> EngineInfo:
+    """What the engine says of itself; closes it when it says no."""
     try:
         return await engine.check()
     except BaseException:
         await engine.close()
-        await environment.close()
         raise
 
 

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Literal
+from typing import Literal, Protocol
 
 from distaff.config import EnvironmentSection
 from distaff.environments.protocol import Environment
@@ -30,6 +30,17 @@ from distaff.types import JSON, EnvironmentRef, Split
 EXAMPLES = "distaff.environments.examples"
 BUILTIN_TASKSETS = "verifiers.v1.tasksets"
 Api = Literal["classic", "v1"]
+
+
+class Named(Protocol):
+    """What tells an environment from another."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def api(self) -> Api: ...
 
 
 def load(config: EnvironmentSection) -> Environment:
@@ -99,7 +110,7 @@ def examples() -> list[str]:
     return sorted(info.name.replace("_", "-") for info in pkgutil.iter_modules(package.__path__) if info.name[0] != "_")
 
 
-def environment_ref(env: Environment, config: EnvironmentSection, split: Split) -> EnvironmentRef:
+def environment_ref(env: Named, config: EnvironmentSection, split: Split) -> EnvironmentRef:
     """What identifies `env` in a group."""
     return EnvironmentRef(id=env.id, version=env.version, api=env.api, split=split, args_hash=config.args_hash())
 

@@ -69,6 +69,12 @@ class Episode:
     """The adapter's own state, for `score`."""
 
 
+def failed_episode(failure: RolloutFailure) -> Episode:
+    """An episode that has nothing but its failure."""
+    play = Play(seat="", messages=[], tools=[], turns=0, stop_condition="", truncated=False, error=failure, timings={})
+    return Episode(plays=[play])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     reward: float | None

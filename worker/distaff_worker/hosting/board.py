@@ -1,0 +1,58 @@
+"""A page of memory that worker and host process share: whose code runs on which of the host's loops at this moment.
+
+Invariant: readable when the host answers nothing any more, and after its death. Holds numbers of groups, no data.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+from typing import Literal
+
+Slot = Literal[0, 1]
+PLAY: Slot = 0
+"""The loop on which rollouts are played."""
+SCORE: Slot = 1
+"""The loop on which groups are scored."""
+_NATIVE_IDS, _IDENTS = 2, 4
+"""Offsets of the ids of the loops' threads: the kernel's, and Python's."""
+
+
+class Board:
+    """fd: of a file of SIZE_BYTES; see `create`. Numbers of groups begin at 1; 0 is nobody."""
+
+    SIZE_BYTES = mmap.PAGESIZE
+
+    def __init__(self, fd: int) -> None:
+        self._page = mmap.mmap(fd, self.SIZE_BYTES)
+        self.cells = memoryview(self._page).cast("q")
+
+    @classmethod
+    def create(cls) -> tuple[Board, int]:
+        """A new board, and the file descriptor to hand to the host (the caller closes it)."""
+        with tempfile.TemporaryFile(prefix="distaff-board-") as file:
+            file.truncate(cls.SIZE_BYTES)
+            return cls(file.fileno()), os.dup(file.fileno())
+
+    def running(self, slot: Slot) -> int:
+        """The group whose code runs there now (or ran when the process died); 0: none."""
+        return self.cells[slot]
+
+    def enlist(self, slot: Slot) -> None:
+        """The loop of `slot` runs on the calling thread."""
+        self.cells[_NATIVE_IDS + slot] = threading.get_native_id()
+        self.cells[_IDENTS + slot] = threading.get_ident()
+
+    def native_id(self, slot: Slot) -> int:
+        """The kernel's id of the loop's thread; 0: not started."""
+        return self.cells[_NATIVE_IDS + slot]
+
+    def ident(self, slot: Slot) -> int:
+        """Python's id of the loop's thread; 0: not started."""
+        return self.cells[_IDENTS + slot]
+
+    def close(self) -> None:
+        self.cells.release()
+        self._page.close()
