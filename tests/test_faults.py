@@ -14,7 +14,6 @@ import redis
 from rq import Queue
 from rq.command import send_shutdown_command
 
-from distaff.clients import connect
 from distaff.config import RunConfig
 from distaff.errors import FatalRun
 from distaff.keys import RunKeys

