@@ -187,9 +187,8 @@ class ConsumerCore:
     def _read_backlog(self) -> Steps[None]:
         """Entries of an earlier life of this name, or of a read whose reply was lost."""
         rows, after = yield from self._pending_page(self._backlog or "-", self._batch, {"consumername": self.name})
-        yield from self._take(rows, min_idle_ms=0)
-        self._backlog = after
-        if after is None and self._reading:
+        self._backlog = (yield from self._take(rows, min_idle_ms=0)) or after
+        if self._backlog is None and self._reading:
             # The server may notice only later that nobody waits for that read any more, and deliver to it until then.
             self._second_look, self._reading = self._clock() + self._block_s + 1, False
 
@@ -199,7 +198,7 @@ class ConsumerCore:
         cursor: str | None = "-"
         while cursor is not None and not self._buffer:
             rows, cursor = yield from self._pending_page(cursor, _PAGE, {"idle": idle_ms})
-            yield from self._take(rows, min_idle_ms=idle_ms)
+            cursor = (yield from self._take(rows, min_idle_ms=idle_ms)) or cursor
         if not self._buffer:
             self._next_claim = self._clock() + min(self._claim_idle_s / 4, MAX_BLOCK_S)
 
@@ -212,25 +211,27 @@ class ConsumerCore:
         )
         return rows, f"({_id(rows[-1]['message_id'])}" if len(rows) == count else None
 
-    def _take(self, rows: Sequence[Mapping[str, Any]], *, min_idle_ms: int) -> Steps[None]:
-        """Claim pending entries that are not in our hands already; park those that were delivered too often."""
+    def _take(self, rows: Sequence[Mapping[str, Any]], *, min_idle_ms: int) -> Steps[str | None]:
+        """Claim the first pending entry that is not in our hands already, and park those before it that were delivered too often.
+
+        Where to go on looking; None when nothing of `rows` was claimed. One at a time, because a claim counts as a delivery: an entry
+        at which consumers die must not use up the deliveries of its neighbours.
+        """
         known = self._held.union(entry.id for entry in self._buffer)
-        wanted: dict[str, int] = {}
         for row in rows:
             entry_id, deliveries = _id(row["message_id"]), int(row["times_delivered"])
             if entry_id in known:
                 continue
             if deliveries >= self._max_deliveries:
                 yield from self._park(entry_id, f"delivered {deliveries} times and never acknowledged")
-            elif len(wanted) < self._batch:
-                wanted[entry_id] = deliveries + 1
-        if not wanted:
-            return
-        self._backlog = self._backlog or "-"
-        claimed = yield from self._reliable(
-            Call("xclaim", (self._keys.groups, self.group, self.name, min_idle_ms, list(wanted)))
-        )
-        self._buffer.extend(_Entry(_id(i), fields, wanted[_id(i)]) for i, fields in claimed if fields)
+                continue
+            self._backlog = self._backlog or "-"
+            claimed = yield from self._reliable(
+                Call("xclaim", (self._keys.groups, self.group, self.name, min_idle_ms, [entry_id]))
+            )
+            self._buffer.extend(_Entry(_id(i), fields, deliveries + 1) for i, fields in claimed if fields)
+            return f"({entry_id}"
+        return None
 
     # What is read
 

@@ -20,6 +20,7 @@ from distaff.clients import connect, ping
 from distaff.errors import ConfigurationError
 from distaff.runs import list_runs, read_config_json, read_state
 from distaff.safety import check_redis
+from distaff.starting import patiently
 from distaff.wire import MAX_GROUP_BYTES
 from distaff_consumer.archive import ArchiveOptions, Archiver, Progress
 from distaff_consumer.jsonl import JsonlWriter
@@ -96,11 +97,22 @@ def run(
     """
     started = time.monotonic()
     with connect(redis_url, client_name="distaff-archive") as client:
+        stop = stop or threading.Event()
         ping(client, redis_url)
-        check_redis(client, redis_url, allow_unprotected=allow_unprotected)
-        if read_state(client, run) is None:
-            log.warning("run.awaited", run=run, known=list_runs(client)[:10], mend="correct --run, or produce the run")
-        return _run(run, client, archive, progress or (lambda _: None), stop or threading.Event(), started)
+        max_group_bytes = patiently(
+            lambda: _look(client, run, url=redis_url, allow_unprotected=allow_unprotected),
+            role="the archiver",
+            give_up=stop.is_set,
+        )
+        return _run(run, client, archive, progress or (lambda _: None), stop, max_group_bytes, started)
+
+
+def _look(client: redis.Redis, run: str, *, url: str, allow_unprotected: bool) -> int:
+    """Whether this Redis and this run are fit; the limit on a decoded group."""
+    check_redis(client, url, allow_unprotected=allow_unprotected)
+    if read_state(client, run) is None:
+        log.warning("run.awaited", run=run, known=list_runs(client)[:10], mend="correct --run, or produce the run")
+    return _max_group_bytes(client, run)
 
 
 def _run(
@@ -109,6 +121,7 @@ def _run(
     archive: ArchiveSettings,
     progress: Callable[[Progress], None],
     stop: threading.Event,
+    max_group_bytes: int,
     started: float,
 ) -> ArchiveReport:
     directory = archive.folder(run)
@@ -125,7 +138,7 @@ def _run(
             writer,
             options=archive,
             owner=_owner(directory, run, empty=len(writer) == 0),
-            max_group_bytes=_max_group_bytes(client, run),
+            max_group_bytes=max_group_bytes,
             stop=stop,
             progress=progress,
         )

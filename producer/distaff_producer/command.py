@@ -9,11 +9,14 @@ import asyncio
 import threading
 from collections.abc import Callable
 
+import redis
+
 from distaff.clients import connect, ping
 from distaff.config import RunConfig
 from distaff.logs import adopt_loggers
 from distaff.runs import read_config_json, read_state
 from distaff.safety import check_redis
+from distaff.starting import patiently
 from distaff_producer.admit import check_same
 from distaff_producer.produce import OUTAGE_BUDGET_S, Producer
 from distaff_producer.report import ProduceReport, Progress
@@ -36,13 +39,14 @@ def run(
     """
     with connect(redis_url, client_name="distaff-producer") as client:
         ping(client, redis_url)
-        check_redis(client, redis_url, allow_unprotected=allow_unprotected)
-        name = config.run.name
-        stored, state = read_config_json(client, name), read_state(client, name)
-        if stored is not None and state is not None:
-            check_same(config, stored)
-            if state.status == "closed" and not Restorer(client, run=name, pool=config.run.pool).lost(state):
-                return _already_closed(name, state.admitted)
+        give_up = stop.is_set if stop else lambda: False
+
+        def look() -> ProduceReport | None:
+            check_redis(client, redis_url, allow_unprotected=allow_unprotected)
+            return _closed(config, client)
+
+        if (closed := patiently(look, role="the producer", give_up=give_up)) is not None:
+            return closed
     # Imported late: verifiers takes seconds to import, and a closed run needs none of it.
     from distaff.environments.load import load
 
@@ -52,6 +56,18 @@ def run(
         return Producer(config, redis_url, environment, stop=stop, outage_budget_s=outage_budget_s).run(progress)
     finally:
         asyncio.run(environment.close())
+
+
+def _closed(config: RunConfig, client: redis.Redis) -> ProduceReport | None:
+    """The report when there is nothing left to do. Raises ConfigurationError when the run exists with another configuration."""
+    name = config.run.name
+    stored, state = read_config_json(client, name), read_state(client, name)
+    if stored is None or state is None:
+        return None
+    check_same(config, stored)
+    if state.status != "closed" or Restorer(client, run=name, pool=config.run.pool).lost(state):
+        return None
+    return _already_closed(name, state.admitted)
 
 
 def _already_closed(run_name: str, admitted: int) -> ProduceReport:
