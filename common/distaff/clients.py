@@ -7,6 +7,7 @@ repeated by the code that knows how to read its outcome; a blind resend of a MUL
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import redis
@@ -21,6 +22,7 @@ SCHEMES = ("redis", "rediss", "unix")
 SOCKET_TIMEOUT_S = 30.0
 """Above every blocking read we send (at most 5 s), so that a dead peer is noticed."""
 CONNECT_TIMEOUT_S = 5.0
+SECOND_TRY_S = 0.1
 
 _PASSING = (
     redis.exceptions.ConnectionError,
@@ -31,9 +33,10 @@ _PASSING = (
     redis.exceptions.MasterDownError,
     redis.exceptions.ClusterDownError,
     redis.exceptions.TryAgainError,
+    redis.exceptions.NoScriptError,  # forgotten between loading it and running it, or loaded before a failover
     OSError,
 )
-_PASSING_REPLIES = ("OOM", "MISCONF", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "UNBLOCKED", "NOREPLICAS")
+_PASSING_REPLIES = ("OOM", "BUSY ", "MISCONF", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "UNBLOCKED", "NOREPLICAS")
 """Beginnings of error replies for which redis-py has no class in every place they occur."""
 REFUSALS = (
     redis.exceptions.AuthenticationError,
@@ -41,6 +44,8 @@ REFUSALS = (
     redis.exceptions.NoPermissionError,
 )
 """The server answers, and will not have us."""
+_REFUSING_REPLIES = ("ACL failure in script", "The user executing the script can't")
+"""Beginnings of what it says when a script of ours may not do what is in it."""
 
 
 def may_pass(error: Exception) -> bool:
@@ -48,6 +53,11 @@ def may_pass(error: Exception) -> bool:
     if isinstance(error, REFUSALS):
         return False
     return isinstance(error, _PASSING) or str(error).startswith(_PASSING_REPLIES)
+
+
+def is_refusal(error: Exception) -> bool:
+    """The server will not have us, or not let us do this: wrong credentials, or an ACL that is too narrow."""
+    return isinstance(error, REFUSALS) or str(error).startswith(_REFUSING_REPLIES)
 
 
 def is_full(error: Exception) -> bool:
@@ -110,9 +120,13 @@ def _check(url: str) -> None:
 
 
 def ping(client: redis.Redis, url: str) -> None:
-    """Raise RedisUnavailable, with the mend, unless the server answers."""
+    """Raise RedisUnavailable, with the mend, unless the server answers. A connection that breaks off is given a second try."""
     try:
-        client.ping()
+        try:
+            client.ping()
+        except redis.exceptions.ConnectionError:
+            time.sleep(SECOND_TRY_S)
+            client.ping()
     except redis.exceptions.AuthenticationError as error:
         raise RedisUnavailable(
             f"Redis at {redact_url(url)} refuses the credentials ({error}). Put the password into the URL: "

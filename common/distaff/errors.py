@@ -129,3 +129,10 @@ class FatalRun(DistaffError):
     worker passes over them and ends when its pool holds nothing else."""
 
     boundary = "run"
+
+
+class WorkerBroken(DistaffError):
+    """A thread or task that a worker cannot do without has failed. The worker handed back what it held and ends with exit code 1, to be
+    started again by whoever looks after it."""
+
+    boundary = "worker"

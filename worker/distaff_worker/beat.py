@@ -1,7 +1,7 @@
 """Keep leases alive, on a thread of its own so that a busy event loop does not look dead at once.
 
 Invariant: a lease is extended only for its owner; the loser is told, so that it stops burning tokens. A loop that has stood
-still for `give_up_s` is not beaten for any more: others take its items.
+still for `give_up_s` is not beaten for any more: others take its items. A beat that cannot be sent at all is reported, never skipped.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from redis.commands.core import Script
 from rq.utils import now, utcformat
 
 from distaff import scripts
+from distaff.clients import is_refusal
+from distaff.redaction import redact
 from distaff_worker.leases import Lease
 from distaff_worker.rq_schema import EXECUTION_PREFIX, EXECUTIONS_PREFIX, JOB_PREFIX, PoolKeys, worker_executions_key
 
@@ -30,7 +32,8 @@ class Beater:
     """The heartbeat thread of one worker.
 
     leases: the executions to beat for, read at each beat. on_lost: called (on this thread) with each that is not ours any
-    more. announce: refreshes the worker's registration. tick: time.monotonic() of the event loop's last turn.
+    more. on_end: called when the thread ends without having been told to. announce: refreshes the worker's registration.
+    tick: time.monotonic() of the event loop's last turn.
     """
 
     def __init__(
@@ -43,13 +46,15 @@ class Beater:
         beat_s: float,
         leases: Callable[[], Sequence[Lease]],
         on_lost: Callable[[Lease], None],
+        on_end: Callable[[], None],
         announce: Callable[[], None],
         tick: Callable[[], float],
     ) -> None:
         self._script: Script = client.register_script(scripts.load("beat"))
         self._keys = [PoolKeys.of(pool).wip, worker_executions_key(worker)]
         self._lease_s, self._beat_s = lease_s, beat_s
-        self._leases, self._on_lost, self._announce, self._tick = leases, on_lost, announce, tick
+        self._leases, self._on_lost, self._on_end = leases, on_lost, on_end
+        self._announce, self._tick = announce, tick
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="distaff-beat", daemon=True)
         self.last_success = time.monotonic()
@@ -82,6 +87,13 @@ class Beater:
         self.last_success = time.monotonic()
 
     def _run(self) -> None:
+        try:
+            self._keep_beating()
+        finally:
+            if not self._stop.is_set():
+                self._on_end()
+
+    def _keep_beating(self) -> None:
         while not self._stop.wait(self._beat_s):
             stall_s = time.monotonic() - self._tick()
             if stall_s > STALL_REPORT_S:
@@ -91,7 +103,9 @@ class Beater:
             try:
                 self.beat()
             except redis.RedisError as error:
-                log.warning("beat.failed", error=type(error).__name__)
+                log.warning("beat.failed", error=type(error).__name__, detail=redact(str(error)))
+                if is_refusal(error):
+                    raise
 
 
 def _main_stack() -> str:

@@ -17,6 +17,7 @@ from typing import Literal
 import redis
 import structlog
 
+from distaff.clients import is_refusal
 from distaff.errors import FatalRun, WireError
 from distaff.types import RolloutItem
 from distaff_worker.leases import Lease, Settlement
@@ -44,7 +45,7 @@ class Executions:
     """All executions of one worker. Used from its loop, except `leases`.
 
     books: threads for settling calls. on_free: called when one has ended. on_fatal: called with the lease of an item whose run cannot be
-    played here, and why.
+    played here, and why. on_refused: called when Redis denies us a settling call, which it will do with every other.
     """
 
     def __init__(
@@ -56,10 +57,11 @@ class Executions:
         metrics: Metrics,
         on_free: Callable[[], None],
         on_fatal: Callable[[Lease, FatalRun], None],
+        on_refused: Callable[[Exception], None],
     ) -> None:
         self._settler, self._player, self._metrics = settler, player, metrics
         self._letters = Letters(worker)
-        self._on_free, self._on_fatal = on_free, on_fatal
+        self._on_free, self._on_fatal, self._on_refused = on_free, on_fatal, on_refused
         self._running: dict[str, Running] = {}
         self.settled = 0
         """Items emitted or buried."""
@@ -159,6 +161,8 @@ class Executions:
             answer = await asyncio.get_running_loop().run_in_executor(books, self._carry_out, lease, outcome)
         except redis.RedisError as error:
             log.error("settle.failed", job=lease.job_id, error=type(error).__name__)
+            if is_refusal(error):
+                self._on_refused(error)
             return
         self._report(lease, outcome, answer)
 

@@ -2,25 +2,28 @@
 
 Invariant: every claimed lease ends in exactly one settling call (emit, bury or release), or its loss was reported to us.
 Nothing here blocks the loop: Redis is spoken to from threads of their own, so that user code that fills the default pool
-cannot starve beats or settlements.
+cannot starve beats or settlements. No thread or task of it can fail and leave the rest alive: the worker hands back and ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import redis
 import structlog
 from rq.worker.base import WorkerStatus
 
-from distaff.errors import FatalRun
+from distaff.clients import is_refusal, may_pass
+from distaff.errors import FatalRun, WorkerBroken
+from distaff.redaction import redact
 from distaff_worker.beat import Beater
 from distaff_worker.claim import Claimer, Suspended
 from distaff_worker.executions import Executions
@@ -36,6 +39,8 @@ CLAIM_BATCH = 16
 IDLE_WAIT_S = 1.0
 SUSPECTS_WAIT_S = 0.25
 """Pause when all there is on the queue must wait for a suspect to end."""
+MAX_DENIED = 10
+"""One failure may be the fault of one job; after so many claims in a row the worker is of no use here."""
 TICK_S = 0.05
 TIDY_EVERY_S = 60.0
 UNWIND_S = 5.0
@@ -96,6 +101,7 @@ class Service:
             metrics=metrics,
             on_free=lambda: self._freed.set(),  # noqa: PLW0108 - the event is made when the loop runs
             on_fatal=self._on_fatal,
+            on_refused=self._on_broken,
         )
         self._sweeper = Sweeper(client, pool=options.pool)
         self._beater = Beater(
@@ -105,6 +111,7 @@ class Service:
             beat_s=options.beat_s,
             leases=self._executions.leases,
             on_lost=lambda lease: self._from_thread(self._executions.interrupt, lease.execution_id, "lost"),
+            on_end=lambda: self._from_thread(self._on_broken, RuntimeError("the heartbeat thread ended")),
             announce=self._announce,
             tick=lambda: self._tick,
         )
@@ -112,14 +119,18 @@ class Service:
         self._refused: dict[str, FatalRun] = {}
         """ "<run> <life>" of the runs that cannot be played here, and why."""
         self._signals = 0
+        self._denied = 0
+        """Claims in a row that failed for a reason which does not pass by itself."""
 
     async def run(self) -> None:
         """Work until SIGTERM, SIGINT, a shutdown command, or until all that is left is what cannot be played here.
 
-        Raises FatalRun in that last case (and at the end of a worker that had refused a run), redis.RedisError at start.
+        Raises FatalRun in that last case (and at the end of a worker that had refused a run), redis.RedisError at start, WorkerBroken when
+        a part of it failed that must not; what it had claimed is handed back first.
         """
         self._loop = asyncio.get_running_loop()
         self._stopping, self._freed = asyncio.Event(), asyncio.Event()
+        self._broken: asyncio.Future[Exception] = self._loop.create_future()
         self._claims = ThreadPoolExecutor(1, "distaff-claim")
         self._books = ThreadPoolExecutor(4, "distaff-settle")
         self._upkeep = ThreadPoolExecutor(1, "distaff-upkeep")
@@ -131,13 +142,16 @@ class Service:
         log.info("worker.started", worker=self._options.name, pool=self._options.pool, slots=self._options.slots)
         try:
             async with asyncio.TaskGroup() as side:
-                sides = [side.create_task(self._keep_ticking()), side.create_task(self._keep_sweeping())]
+                keepers = (self._keep_ticking(), self._keep_sweeping(), self._keep_whole())
+                sides = [side.create_task(keeper) for keeper in keepers]
                 try:
                     await self._admit()
                     await self._drain()
                 finally:
                     for task in sides:
                         task.cancel()
+        except ExceptionGroup as group:
+            await self._break_off(group.exceptions[0])
         finally:
             await self._close()
         if self._refused:
@@ -168,16 +182,31 @@ class Service:
                 self._freed.clear()
                 await self._freed.wait()
                 continue
-            leases = await self._loop.run_in_executor(self._claims, self._claim, min(CLAIM_BATCH, -(-free // 4)))
+            leases = await self._start_claimed(min(CLAIM_BATCH, -(-free // 4)))
             if leases is None:
                 continue
-            for lease in leases:
-                self._executions.start(lease, books=self._books)
             if not leases and not self._executions and await self._is_over():
                 return
             if not leases and self._options.burst and not self._stopping.is_set():
                 self._freed.clear()
                 await self._freed.wait()
+
+    async def _start_claimed(self, count: int) -> list[Lease] | None:
+        """Claim and start; also what a claim brings that was on its way when the worker broke, so that it is handed back with the rest."""
+        claim = self._loop.run_in_executor(self._claims, self._claim, count)
+        try:
+            leases = await asyncio.shield(claim)
+        except asyncio.CancelledError:
+            await asyncio.wait({claim})
+            if claim.exception() is None:
+                self._start(claim.result() or [])
+            raise
+        self._start(leases or [])
+        return leases
+
+    def _start(self, leases: list[Lease]) -> None:
+        for lease in leases:
+            self._executions.start(lease, books=self._books)
 
     async def _is_over(self) -> bool:
         if self._refused:
@@ -193,25 +222,36 @@ class Service:
     def _claim(self, count: int) -> list[Lease] | None:
         """None when the queue could not be asked: Redis is away, or the workers are suspended."""
         try:
-            suspects = sum(lease.suspect for lease in self._executions.leases())
-            refused = list(self._refused)
+            leases = self._ask(count)
+        except redis.RedisError as error:
+            self._denied = 0 if may_pass(error) else self._denied + 1
+            if is_refusal(error) or self._denied >= MAX_DENIED:
+                raise
+            log.warning("claim.failed", error=type(error).__name__, detail=redact(str(error)))
+            self._metrics.redis_errors.inc()
+            time.sleep(1.0)
+            return None
+        self._denied = 0
+        return leases
+
+    def _ask(self, count: int) -> list[Lease] | None:
+        """None when the workers are suspended. Raises redis.RedisError before anything was claimed."""
+        suspects = sum(lease.suspect for lease in self._executions.leases())
+        refused = list(self._refused)
+        try:
             leases = self._claimer.claim(count, suspects=suspects, refused=refused)
             if not leases and not self._options.burst and self._claimer.wait(IDLE_WAIT_S):
                 leases = self._claimer.claim(count, suspects=suspects, refused=refused)
                 if not leases:
                     time.sleep(SUSPECTS_WAIT_S)
-            if self._registration.get_state() == WorkerStatus.SUSPENDED:
-                self._registration.set_state(WorkerStatus.IDLE)
         except Suspended:
             if self._registration.get_state() != WorkerStatus.SUSPENDED:
                 self._registration.set_state(WorkerStatus.SUSPENDED)
             time.sleep(0.25)
             return None
-        except redis.RedisError as error:
-            log.warning("claim.failed", error=type(error).__name__)
-            self._metrics.redis_errors.inc()
-            time.sleep(1.0)
-            return None
+        if self._registration.get_state() == WorkerStatus.SUSPENDED:
+            with contextlib.suppress(redis.RedisError):  # the next beat says it as well; the leases are ours by now
+                self._registration.set_state(WorkerStatus.IDLE)
         return leases
 
     # -- stopping ----------------------------------------------------------------------------------------------------
@@ -231,6 +271,11 @@ class Service:
             log.error("run.refused", run=run, reason=str(error))
         self._executions.interrupt_run(run, lease.life, "hand_back")
 
+    def _on_broken(self, error: Exception) -> None:
+        """Something failed without which everything claimed from here on is lost: the heartbeat, the right to settle."""
+        if not self._broken.done():
+            self._broken.set_result(error)
+
     def _on_signal(self) -> None:
         self._signals += 1
         self._stop("asked to")
@@ -246,6 +291,18 @@ class Service:
         self._executions.interrupt_all("hand_back")
         if left:
             await asyncio.wait(left, timeout=UNWIND_S + self._options.lease_s)
+
+    async def _break_off(self, error: Exception) -> NoReturn:
+        """Hand everything back and raise WorkerBroken: a worker that lacks a part is started anew, not kept alive without it."""
+        log.critical("worker.broke", exc_info=error)
+        self._stop("broken")
+        self._executions.interrupt_all("hand_back")
+        if tasks := self._executions.tasks():
+            await asyncio.wait(tasks, timeout=UNWIND_S + self._options.lease_s)
+        raise WorkerBroken(
+            f"a part of the worker failed that it cannot go on without ({type(error).__name__}: {redact(str(error))}). Its items were handed "
+            "back; start it again. The log has the details under worker.broke"
+        ) from error
 
     def _stop_from_thread(self, job_id: str, execution_id: str | None) -> None:
         for lease in self._executions.leases():
@@ -275,6 +332,10 @@ class Service:
             except redis.RedisError as error:
                 log.warning("sweep.failed", error=type(error).__name__)
             await asyncio.sleep(self._options.lease_s / 4)
+
+    async def _keep_whole(self) -> None:
+        """Raises what is reported to `_on_broken`."""
+        raise await self._broken
 
     def _enlist(self) -> None:
         self._registration.birth()

@@ -22,7 +22,7 @@ from distaff.cli.roles import FailedLater
 from distaff.cli.screen import complain, say
 from distaff.cli.showing import effective_toml
 from distaff.cli.signals import INTERRUPTED
-from distaff.errors import ConfigurationError, DistaffError, FatalRun
+from distaff.errors import ConfigurationError, DistaffError, FatalRun, WorkerBroken
 from distaff.settings import DEFAULT_REDIS_URL, Settings
 
 FAILED, WRONG = 1, 2
@@ -44,6 +44,10 @@ class Command:
     switches: Mapping[str, str] = field(default_factory=dict)
     """Flags without a value that are not settings, and their help."""
     embeds_redis: bool = False
+    declare: str = ""
+    """As `call`, of (the parser): adds arguments that are not settings."""
+    usage: str = ""
+    """What stands before FILE."""
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -110,6 +114,25 @@ COMMANDS: Mapping[str, Command] = {
         call="distaff.cli.commands:runs",
         shown=(*_REDIS,),
         switches={"--force": "even while workers play it"},
+        usage="delete NAME ",
+    ),
+    "dead": Command(
+        help="list, show, retry or drop a run's dead letters",
+        call="distaff.cli.commands:dead",
+        shown=(*_REDIS,),
+        switches={
+            "--all": "every letter; for retry, those of kind `dropped` left out",
+            "--json": "list: one JSON object",
+        },
+        declare="distaff.cli.dead_arguments:declare",
+        usage="list|show|retry|drop RUN [SEQ ...] ",
+    ),
+    "acl": Command(
+        help="print Redis users with no more rights than each role needs",
+        call="distaff.cli.commands:acl",
+        shown=(),
+        shortcuts={"--pool": "run.pool"},
+        declare="distaff.cli.acl:declare",
     ),
 }
 
@@ -127,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except FailedLater as later:
         return _fail(arguments, later.error, FAILED)
-    except FatalRun as error:
+    except (FatalRun, WorkerBroken) as error:
         return _fail(arguments, error, FAILED)
     except DistaffError as error:
         return _fail(arguments, error, WRONG)
@@ -174,7 +197,7 @@ def _dispatch(arguments: list[str]) -> int:
 def _parse(name: str, command: Command, arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog=f"distaff {name}",
-        usage=f"distaff {name} {'delete NAME ' if name == 'runs' else ''}[FILE] [--section.key VALUE ...]",
+        usage=f"distaff {name} {command.usage}[FILE] [--section.key VALUE ...]",
         description=command.help,
         epilog="Every key can also stand in FILE or in the environment (DISTAFF_SECTION__KEY); flags win.",
         allow_abbrev=False,
@@ -182,7 +205,10 @@ def _parse(name: str, command: Command, arguments: Sequence[str]) -> argparse.Na
     if name == "runs":
         parser.add_argument("action", choices=["delete"])
         parser.add_argument("name", metavar="NAME", help="the run")
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="settings in TOML")
+    if command.declare:
+        _imported(command.declare)(parser)
+    if name != "dead":
+        parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="settings in TOML")
     parser.add_argument(
         "--print-config", action="store_true", help="print the settings in force and where each comes from"
     )
@@ -203,11 +229,13 @@ def _with_redis(command: Command, loaded: Loaded, parsed: argparse.Namespace) ->
 
 
 def _call(command: Command, settings: Settings, parsed: argparse.Namespace, loaded: Loaded) -> int:
-    module, _, function = command.call.partition(":")
-    called: Callable[[Settings, argparse.Namespace, Mapping[str, str]], Any] = getattr(
-        importlib.import_module(module), function
-    )
+    called: Callable[[Settings, argparse.Namespace, Mapping[str, str]], Any] = _imported(command.call)
     return int(called(settings, parsed, loaded.origins))
+
+
+def _imported(name: str) -> Any:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def _overview() -> str:

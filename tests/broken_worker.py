@@ -1,0 +1,61 @@
+"""A program: `distaff work` in which one part fails with an unexpected exception once items are in play.
+
+python -m tests.broken_worker PART ARGUMENTS-OF-DISTAFF...
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from distaff.cli.main import main
+from distaff_worker.beat import Beater
+from distaff_worker.claim import Claimer
+from distaff_worker.service import Service
+from distaff_worker.sweep import Sweeper
+
+PARTS: dict[str, tuple[type[Any], str]] = {
+    "beat": (Beater, "beat"),
+    "claim": (Claimer, "claim"),
+    "sweep": (Sweeper, "sweep"),
+}
+
+
+class Cursed(Exception):
+    """Nobody expects this one."""
+
+
+def breaking(method: Callable[..., Any], in_play: Callable[[], bool]) -> Callable[..., Any]:
+    """`method`, until `in_play` says so; from then on it raises."""
+
+    def broken(self: Any, *args: Any, **options: Any) -> Any:
+        if in_play():
+            _curse()
+        return method(self, *args, **options)
+
+    return broken
+
+
+def _curse() -> NoReturn:
+    raise Cursed("cursed")
+
+
+def break_part(part: str) -> None:
+    """Break `part` of every worker of this process as soon as one of them plays something."""
+    services: list[Service] = []
+    begin = Service.__init__
+
+    def remember(self: Service, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        services.append(self)
+
+    Service.__init__ = remember  # type: ignore[method-assign]
+    owner, name = PARTS[part]
+    in_play = lambda: any(service._executions.leases() for service in services)  # noqa: E731
+    setattr(owner, name, breaking(getattr(owner, name), in_play))
+
+
+if __name__ == "__main__":
+    break_part(sys.argv[1])
+    sys.exit(main(sys.argv[2:]))
