@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import redis
 import redis.asyncio
@@ -17,6 +18,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from distaff.errors import ConfigurationError, RedisUnavailable
+from distaff.redaction import redact
 
 SCHEMES = ("redis", "rediss", "unix")
 SOCKET_TIMEOUT_S = 30.0
@@ -63,6 +65,35 @@ def is_refusal(error: Exception) -> bool:
 def is_full(error: Exception) -> bool:
     """The server has reached its maxmemory; consumers make room."""
     return isinstance(error, redis.exceptions.OutOfMemoryError) or str(error).startswith("OOM")
+
+
+def refusal(error: Exception, user: str = "the user of this connection") -> str:
+    """What a refused command or login is told as."""
+    if isinstance(error, redis.exceptions.AuthenticationError):
+        return f"refuses the credentials ({error}): check the user and password in its URL"
+    return (
+        f"does not let {user} do this ({redact(str(error))}). Give it the rights of its role: `distaff acl` prints them, and docs/acl.md "
+        "says how they are loaded"
+    )
+
+
+def explained(error: Exception, url: str) -> RedisUnavailable:
+    """Any error of redis-py as a message for whoever started a command: what, where, and the mend."""
+    where = f"Redis at {redact_url(url)}"
+    if is_refusal(error):
+        return RedisUnavailable(f"{where} {refusal(error, f'user {user_of(url)!r}')}")
+    if is_full(error):
+        return RedisUnavailable(
+            f"{where} is full: raise its maxmemory, or let consumers acknowledge groups; then run this again"
+        )
+    return RedisUnavailable(
+        f"{where} failed ({type(error).__name__}: {redact(str(error))}). Run this again when it is back"
+    )
+
+
+def user_of(url: str) -> str:
+    """The user a URL logs in as."""
+    return unquote(urlsplit(url).username or "default")
 
 
 def redact_url(url: str) -> str:
@@ -132,6 +163,8 @@ def ping(client: redis.Redis, url: str) -> None:
             f"Redis at {redact_url(url)} refuses the credentials ({error}). Put the password into the URL: "
             "redis://:PASSWORD@HOST:6379/0"
         ) from None
+    except redis.exceptions.NoPermissionError as error:
+        raise explained(error, url) from None
     except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:
         raise RedisUnavailable(
             f"Redis at {redact_url(url)} cannot be reached ({type(error).__name__}). Start it, or give its URL with "

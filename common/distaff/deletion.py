@@ -7,7 +7,6 @@ pool are not touched. Part of the base install: RQ's key names are written out h
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import cast
 
@@ -15,7 +14,7 @@ import redis
 
 from distaff import scripts
 from distaff.errors import ConfigurationError
-from distaff.keys import RUNS, RunKeys, parse_job_id
+from distaff.keys import RUNS, RunKeys, parse_job_id, rq_prefix
 
 REGISTRIES = ("wip", "finished", "failed", "deferred", "ready", "scheduled", "canceled")
 SCAN_COUNT = 1000
@@ -35,22 +34,18 @@ def delete_run(client: redis.Redis, run: str, *, force: bool = False) -> bool:
     client.unlink(keys.state, keys.config, keys.settled, keys.dead, keys.groups, keys.policy)
     purge = scripts.register(client, "purge_queue")
     for name in queues:
-        purge(keys=[f"{_prefix()}:queue:{name}", f"{_prefix()}:queues"], args=[f"{run}-"])
+        purge(keys=[f"{rq_prefix()}:queue:{name}", f"{rq_prefix()}:queues"], args=[run])
         for registry in REGISTRIES:
-            _remove(client, f"{_prefix()}:{registry}:{name}", run)
+            _remove(client, f"{rq_prefix()}:{registry}:{name}", run)
     _unlink_all(client, _job_keys(client, run))
     _unlink_all(client, _scan(client, f"{keys.state.removesuffix('state')}*"))
     client.srem(RUNS, run)
     return known
 
 
-def _prefix() -> str:
-    return os.environ.get("RQ_KEY_PREFIX", "rq")
-
-
 def _queues(client: redis.Redis) -> list[str]:
-    beginning = f"{_prefix()}:queue:"
-    return sorted(key.decode().removeprefix(beginning) for key in _members(client, f"{_prefix()}:queues"))
+    beginning = f"{rq_prefix()}:queue:"
+    return sorted(key.decode().removeprefix(beginning) for key in _members(client, f"{rq_prefix()}:queues"))
 
 
 def _members(client: redis.Redis, key: str) -> set[bytes]:
@@ -60,7 +55,7 @@ def _members(client: redis.Redis, key: str) -> set[bytes]:
 def _refuse_leased(client: redis.Redis, run: str, queues: list[str]) -> None:
     seconds, micros = client.time()
     now = seconds + micros / 1e6
-    held = sum(score > now for name in queues for _, score in _entries(client, f"{_prefix()}:wip:{name}", run))
+    held = sum(score > now for name in queues for _, score in _entries(client, f"{rq_prefix()}:wip:{name}", run))
     if held:
         raise ConfigurationError(
             f"run {run!r} is being played: workers hold the leases of {held} of its items. Stop the workers and try again, "
@@ -88,7 +83,7 @@ def _remove(client: redis.Redis, key: str, run: str) -> None:
 
 def _job_keys(client: redis.Redis, run: str) -> Iterator[bytes]:
     """Job hashes, their results, executions and dependents: "<prefix>:<kind>:<job id>[:<more>]"."""
-    beginning = f"{_prefix()}:"
+    beginning = f"{rq_prefix()}:"
     for key in _scan(client, f"{beginning}*:{run}-*"):
         parts = key.decode().removeprefix(beginning).split(":")
         if len(parts) > 1 and _is_of(parts[1], run):

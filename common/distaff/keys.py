@@ -6,6 +6,7 @@ Invariant: everything that belongs to one run starts with `distaff:run:<run>:`. 
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ RUNS = f"{PREFIX}:runs"
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 """A run's name is part of RQ job ids, which allow letters, digits, "_" and "-" only."""
+
+MAX_SEQ = 2**32 - 1
+"""The last bit a bitmap can have, and so the last item of a run."""
 
 _JOB_ID = re.compile(rf"({RUN_NAME.pattern})-(\d{{9,}})")
 
@@ -85,12 +89,20 @@ STATE_FIELDS = {
 """Fields of the hash `RunKeys.state` and what they mean."""
 
 
+def rq_prefix() -> str:
+    """What RQ's key names begin with: its own variable RQ_KEY_PREFIX, or "rq"."""
+    return os.environ.get("RQ_KEY_PREFIX", "rq")
+
+
 def job_id(run: str, seq: int) -> str:
     """The RQ job id, which is also the group id: "<run>-<seq, nine digits>"."""
     return f"{run}-{seq:09d}"
 
 
 def parse_job_id(text: str) -> tuple[str, int] | None:
-    """(run, seq) of a job id made by `job_id`, None for any other."""
+    """(run, seq) of a job id made by `job_id`, None for any other: also for one that only looks like it ("r-1", "r-0000000001")."""
     match = _JOB_ID.fullmatch(text)
-    return (match[1], int(match[2])) if match else None
+    if match is None or len(match[2]) > len(str(MAX_SEQ)):
+        return None
+    seq = int(match[2])
+    return (match[1], seq) if seq <= MAX_SEQ and job_id(match[1], seq) == text else None

@@ -11,7 +11,7 @@ from typing import Any
 
 from redis import exceptions
 
-from distaff.clients import REFUSALS, is_full, may_pass
+from distaff.clients import is_full, is_refusal, may_pass, refusal
 from distaff.consuming_steps import Call, Pause, RunScript, Steps
 from distaff.errors import RedisUnavailable
 
@@ -36,11 +36,9 @@ def until_answered(
     while True:
         try:
             return (yield step)
-        except REFUSALS as error:
-            raise RedisUnavailable(
-                f"Redis refuses the credentials ({error}): check the user and password in its URL"
-            ) from None
         except (exceptions.RedisError, OSError) as error:
+            if is_refusal(error):
+                raise RedisUnavailable(f"Redis {refusal(error)}") from None
             if not may_pass(error) or (full and is_full(error)):
                 raise
             problem = type(error).__name__

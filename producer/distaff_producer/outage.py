@@ -13,7 +13,7 @@ import time
 import redis
 import structlog
 
-from distaff.clients import is_full, may_pass, redact_url
+from distaff.clients import is_full, is_refusal, may_pass, redact_url
 from distaff.errors import RedisUnavailable
 from distaff.redaction import redact
 
@@ -43,8 +43,9 @@ class Outage:
     def wait(self, error: redis.exceptions.RedisError) -> None:
         """Wait before the next try. Raises RedisUnavailable when `error` will not pass or the budget is used up."""
         if not may_pass(error):
+            mend = "give its user the rights of docs/acl.md" if is_refusal(error) else "mend it"
             raise RedisUnavailable(
-                f"Redis at {self._url} refuses a command of the producer: {redact(str(error))}. The run stays open; mend it and "
+                f"Redis at {self._url} refuses a command of the producer: {redact(str(error))}. The run stays open; {mend} and "
                 "produce again: it goes on where it stands"
             ) from None
         started = self._since is None

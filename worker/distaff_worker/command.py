@@ -16,8 +16,7 @@ import sys
 import redis
 import structlog
 
-from distaff.clients import connect, ping
-from distaff.errors import RedisUnavailable
+from distaff.clients import connect, explained, ping
 from distaff.logs import adopt_loggers
 from distaff.policy import read_policy_version
 from distaff.runs import list_runs, read_config_json, read_state
@@ -52,7 +51,7 @@ def run(settings: Settings) -> int:
             with connect(url, client_name="distaff-beat", socket_timeout_s=max(1.0, settings.worker.beat_s)) as beats:
                 asyncio.run(_work(client, beats, settings))
         except redis.RedisError as error:
-            raise RedisUnavailable(f"Redis failed while the worker started or ended: {type(error).__name__}") from error
+            raise explained(error, url) from error
     return 0
 
 

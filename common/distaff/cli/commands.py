@@ -64,6 +64,19 @@ def runs(settings: Settings, switches: argparse.Namespace, _origins: Origins) ->
     return deletion.delete(settings.redis_url, switches.name, force=switches.force)
 
 
+def dead(settings: Settings, switches: argparse.Namespace, _origins: Origins) -> int:
+    from distaff.cli import dead as module
+
+    return module.run(settings.redis_url, switches)
+
+
+def acl(settings: Settings, switches: argparse.Namespace, origins: Origins) -> int:
+    from distaff.cli import acl as module
+
+    pool = settings.run.pool if origins["run.pool"] != "default" else ""
+    return module.show(pool=pool, runs=switches.runs)
+
+
 def _quieter(settings: Settings, origins: Origins) -> Settings:
     """A tree shows its own progress; the events of all its processes are shown when they are asked for."""
     if origins["log.level"] != "default":

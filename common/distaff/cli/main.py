@@ -16,12 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from redis.exceptions import RedisError
+
 from distaff.cli.flags import Parser, add_flags, collect, normalized, unknown_flag
 from distaff.cli.loading import Loaded, load
 from distaff.cli.roles import FailedLater
 from distaff.cli.screen import complain, say
 from distaff.cli.showing import effective_toml
 from distaff.cli.signals import INTERRUPTED
+from distaff.clients import explained
 from distaff.errors import ConfigurationError, DistaffError, FatalRun, WorkerBroken
 from distaff.settings import DEFAULT_REDIS_URL, Settings
 
@@ -230,7 +233,10 @@ def _with_redis(command: Command, loaded: Loaded, parsed: argparse.Namespace) ->
 
 def _call(command: Command, settings: Settings, parsed: argparse.Namespace, loaded: Loaded) -> int:
     called: Callable[[Settings, argparse.Namespace, Mapping[str, str]], Any] = _imported(command.call)
-    return int(called(settings, parsed, loaded.origins))
+    try:
+        return int(called(settings, parsed, loaded.origins))
+    except RedisError as error:
+        raise explained(error, settings.redis_url) from error
 
 
 def _imported(name: str) -> Any:

@@ -7,7 +7,6 @@ names are written out here (RQ 3.0, with its own prefix variable): the command w
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from typing import cast
 
 import redis
 
-from distaff.keys import RunKeys, parse_job_id
+from distaff.keys import RunKeys, parse_job_id, rq_prefix
 from distaff.runs import RunState, list_runs, read_config_json, read_state
 
 SCAN_COUNT = 500
@@ -106,7 +105,7 @@ def observe(client: redis.Redis, *, run: str | None = None, before: Snapshot | N
         time=now,
         runs=runs,
         pools={pool: _queue_length(client, pool) for pool in pools},
-        suspended=bool(client.exists(f"{_prefix()}:suspended")),
+        suspended=bool(client.exists(f"{rq_prefix()}:suspended")),
         workers=workers,
     )
 
@@ -117,12 +116,8 @@ def server_time(client: redis.Redis) -> float:
     return seconds + micros / 1e6
 
 
-def _prefix() -> str:
-    return os.environ.get("RQ_KEY_PREFIX", "rq")
-
-
 def _queue_length(client: redis.Redis, pool: str) -> int:
-    return client.llen(f"{_prefix()}:queue:{pool}")
+    return client.llen(f"{rq_prefix()}:queue:{pool}")
 
 
 def _run(client: redis.Redis, name: str, now: float, earlier: RunView | None, span_s: float) -> RunView | None:
@@ -182,7 +177,7 @@ def _rate(count: int, before: int, seconds: float) -> float:
 
 def _running(client: redis.Redis, run: str, pool: str) -> int:
     """Leased items of the run. Members of the registry are "<job id>:<execution id>"."""
-    members = client.zscan_iter(f"{_prefix()}:wip:{pool}", match=f"{run}-*", count=SCAN_COUNT)
+    members = client.zscan_iter(f"{rq_prefix()}:wip:{pool}", match=f"{run}-*", count=SCAN_COUNT)
     parsed = (parse_job_id(member.decode().partition(":")[0]) for member, _ in members)
     return sum(1 for job in parsed if job is not None and job[0] == run)
 
@@ -202,7 +197,7 @@ def _policy_version(client: redis.Redis, run: str) -> int | None:
 
 
 def _workers(client: redis.Redis, now: float) -> list[WorkerView]:
-    keys = sorted(cast("set[bytes]", client.smembers(f"{_prefix()}:workers")))
+    keys = sorted(cast("set[bytes]", client.smembers(f"{rq_prefix()}:workers")))
     pipeline = client.pipeline(transaction=False)
     for key in keys:
         pipeline.hgetall(key)
@@ -213,7 +208,7 @@ def _workers(client: redis.Redis, now: float) -> list[WorkerView]:
 def _worker(key: bytes, raw: dict[bytes, bytes], now: float) -> WorkerView:
     fields = {name.decode(): value.decode("utf-8", "replace") for name, value in raw.items()}
     return WorkerView(
-        name=key.decode().removeprefix(f"{_prefix()}:worker:"),
+        name=key.decode().removeprefix(f"{rq_prefix()}:worker:"),
         pool=fields.get("pool") or fields.get("queues", ""),
         host=fields.get("hostname", ""),
         pid=int(_number(fields.get("pid")) or 0),
