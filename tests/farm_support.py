@@ -14,7 +14,7 @@ from typing import Any
 import redis
 from transformers import AutoTokenizer
 
-from distaff.clients import connect
+from distaff.clients import SOCKET_TIMEOUT_S, connect
 from distaff.config import RunConfig
 from distaff.environments.load import load
 from distaff.keys import RunKeys
@@ -80,10 +80,15 @@ def launcher() -> Launcher:
 
 
 def make_worker(
-    url: str, *, name: str = "w1", hosts: WorkerSection | None = None, **options: Any
+    url: str,
+    *,
+    name: str = "w1",
+    hosts: WorkerSection | None = None,
+    socket_timeout_s: float = SOCKET_TIMEOUT_S,
+    **options: Any,
 ) -> tuple[Service, Metrics]:
     """A worker as `distaff work` builds it."""
-    client, metrics = connect(url), Metrics()
+    client, metrics = connect(url, socket_timeout_s=socket_timeout_s), Metrics()
     hosting = Hosting(
         launcher=launcher(),
         worker=hosts or WorkerSection(),

@@ -87,7 +87,7 @@ def run(soak: Soak, folder: Path, *, say: Callable[[str], None] = print) -> Resu
 class _Course:
     def __init__(self, soak: Soak, built: Farm, witness: Witness, say: Callable[[str], None]) -> None:
         self._soak, self._farm, self._witness, self._say = soak, built, witness, say
-        self._recovery = Recovery(built.client, POOL)
+        self._recovery = Recovery(built.client, POOL, workers=self._workers)
         self._injector = Injector(built, self._recovery, soak.schedule())
         self._measure = Measure()
         self._wrong: list[str] = []
@@ -96,7 +96,10 @@ class _Course:
     def run(self) -> Result:
         for role in self._farm.roles.values():
             role.start()
-        self._turn_until(lambda: bool(self._witness.seqs), seconds=START_S, what="the first group")
+        try:
+            self._turn_until(lambda: bool(self._witness.seqs), seconds=START_S, what="the first group")
+        except TimeoutError as error:
+            raise TimeoutError(self._stuck(error)) from None
         began = time.monotonic()
         while (now_s := time.monotonic() - began) < self._soak.seconds:
             self._injector.tick(now_s)
@@ -153,9 +156,12 @@ class _Course:
             pids["engine"] = self._farm.engine.pid
         return pids
 
+    def _workers(self) -> list[int]:
+        return [role.pid for role in self._farm.roles.values() if not role.ends and role.pid]
+
     def _stuck(self, error: TimeoutError) -> str:
         """Who has not come to an end, and what they said last."""
-        late = [role for role in self._farm.roles.values() if role.ends and not role.done]
+        late = [role for role in self._farm.roles.values() if not role.done]
         said = "\n".join(f"--- {role.name}: {role.log[-1500:]}" for role in late)
         keys = {
             "queued": self._farm.client.llen(f"rq:queue:{POOL}"),

@@ -7,6 +7,7 @@ gives them, with canary secrets in all of it.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -129,7 +130,7 @@ class Farm:
     def _variables(self, name: str) -> dict[str, str]:
         return {
             "DISTAFF_REDIS_URL": self.proxies[name].url,
-            "PYTHONPATH": str(processes.ROOT),
+            "PYTHONPATH": f"{processes.ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
             "HF_HUB_OFFLINE": "1",
             "DISTAFF_LOG__FORMAT": "json",
         }

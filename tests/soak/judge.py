@@ -48,7 +48,7 @@ def violations(farm: Farm, injector: Injector, witness: Witness) -> Iterator[str
 
 def slow_recoveries(recovery: Recovery, lease_s: float) -> list[str]:
     """Items of a worker that was killed in peace, and that nobody had within two leases."""
-    slow = [seconds for seconds in recovery.quiet_s if seconds >= 2 * lease_s]
+    slow = [seconds for seconds in (*recovery.quiet_s, *recovery.queued_s) if seconds >= 2 * lease_s]
     found = [f"an item of a killed worker was taken over after {seconds:.1f} s" for seconds in slow]
     return found + ([f"{recovery.waiting} items of killed workers were never taken over"] if recovery.waiting else [])
 
@@ -77,7 +77,7 @@ def _search(farm: Farm, injector: Injector) -> int:
 
 def _command(farm: Farm, *arguments: str) -> str:
     """What an operator's command says."""
-    env = canaries.environment(DISTAFF_REDIS_URL=farm.server.url, PYTHONPATH=str(processes.ROOT))
+    env = canaries.environment(DISTAFF_REDIS_URL=farm.server.url)
     done = subprocess.run(
         [PYTHON, "-m", "distaff", *arguments], env=env, capture_output=True, text=True, timeout=60, cwd=processes.ROOT
     )

@@ -7,7 +7,7 @@ apart, because suspects are made to wait for each other.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,10 +36,12 @@ class Recovery:
 
     client: redis.Redis
     pool: str
+    workers: Callable[[], list[int]]
+    """Pids of all worker processes."""
     queued_s: list[float] = field(default_factory=list)
     """Kill to back on the queue, in quiet."""
     quiet_s: list[float] = field(default_factory=list)
-    """Kill to re-dispatch when nothing else was wrong."""
+    """Kill to re-dispatch when nothing else was wrong and all other workers were there."""
     busy_s: list[float] = field(default_factory=list)
     """The same with other faults around."""
     suspect_s: list[float] = field(default_factory=list)
@@ -49,10 +51,13 @@ class Recovery:
     @contextmanager
     def watching(self, role: Role, *, quiet: bool) -> Iterator[None]:
         """Notes what the worker holds, before it is killed inside."""
+        held: list[tuple[str, bytes]] = []
         try:
-            held = self._held_by(role.pid) if role.name.startswith("worker") else []
+            if role.name.startswith("worker"):
+                held = self._held_by(role.pid)
+                quiet = quiet and self._others_are_there(role)
         except redis.RedisError:
-            held = []
+            pass  # not one of those that are measured
         yield
         killed = time.monotonic()
         self._orphans += [_Orphan(job, execution, killed, quiet) for job, execution in held]
@@ -70,6 +75,12 @@ class Recovery:
     def waiting(self) -> int:
         """Items nobody has yet."""
         return len(self._orphans)
+
+    def _others_are_there(self, role: Role) -> bool:
+        """Whether as many other workers are registered as the farm has: one that is still starting takes over nothing."""
+        names: Any = self.client.smembers("rq:workers")
+        pids = {int(name.decode().split(".")[-2]) for name in names} - {role.pid}
+        return len(pids & set(self.workers())) == len(self.workers()) - 1
 
     def _held_by(self, pid: int) -> list[tuple[str, bytes]]:
         held = []
