@@ -14,7 +14,7 @@ from tests.redis_support import running_redis
 
 def pytest_configure() -> None:
     """Tracebacks in logs as commands print them: structlog's own default draws every local variable, for seconds."""
-    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    renderer = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
     merge, level = structlog.contextvars.merge_contextvars, structlog.processors.add_log_level
     structlog.configure(processors=[merge, level, structlog.processors.TimeStamper("%H:%M:%S.%f"), renderer])
 

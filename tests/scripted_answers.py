@@ -77,7 +77,7 @@ class Fault:
     body: bytes = b""
     hang: str = ""
     """"" | "accept" (never answers) | "headers" (after the headers) | "drip" (one byte of the body each `drip_s`, for ever)
-    | "reset" (closes the connection without an answer) | "cut" (closes it in the middle of the body)."""
+    | "stall" (sends the body and nothing more, not even the end) | "reset" (closes the connection without an answer) | "cut" (closes it in the middle of the body)."""
     drip_s: float = 0.05
 
 

@@ -284,7 +284,8 @@ async def _send_fault(request: web.BaseRequest, record: Record, fault: Fault) ->
         return web.Response(status=fault.status, headers=dict(fault.headers), body=fault.body)
     response = web.StreamResponse(status=fault.status, headers=dict(fault.headers))
     await response.prepare(request)
-    if fault.hang == "headers":
+    if fault.hang in ("headers", "stall"):
+        await response.write(fault.body)
         await asyncio.Event().wait()
     if fault.hang == "cut":
         await response.write(fault.body or b'{"choices": [')
