@@ -62,7 +62,7 @@ async def ask(client: redis.asyncio.Redis, number: int, kind: int) -> None:
                 pipeline.echo(key)
                 assert await pipeline.execute() == [key.encode(), key.encode()]
         case _:
-            assert await client.eval("return {KEYS[1], ARGV[1]}", 1, key, number) == [key.encode(), b"%d" % number]  # type: ignore[misc]
+            assert await client.eval("return {KEYS[1], ARGV[1]}", 1, key, number) == [key.encode(), b"%d" % number]
 
 
 @pytest.mark.parametrize("connections", [1, CALLERS])
