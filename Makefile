@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench base-wheel compose-test constraints clean
+.PHONY: help demo test test-faults-all lint bench base-wheel compose-test constraints clean
 
 help: ## what the commands are
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -16,6 +16,9 @@ demo: $(VENV)/.demo ## a real small model plays a real environment, here, now
 
 test: $(VENV)/.dev ## the whole test suite
 	@$(BIN)/python -m pytest -n 2
+
+test-faults-all: $(VENV)/.dev ## every crash point of every role, some minutes; `make test` plays every fifth
+	@$(BIN)/python -m pytest -m exhaustive -s
 
 lint: $(VENV)/.dev ## ruff, mypy, import contracts
 	@$(BIN)/ruff check .

@@ -43,7 +43,7 @@ RUN = "run-1"
 RETRIED, BURIED, HANDED_BACK = 2, 3, 4
 """Items that end otherwise than by a group at once; see `worker`."""
 IDLE_WAIT_S = 0.2
-"""In place of the worker's second, which every point would wait for at its end."""
+"""In place of the worker's second, which every point would wait for at its end; 0 leaves it at that."""
 
 
 class Voice:
@@ -56,13 +56,22 @@ class Voice:
         os.write(self._file, (" ".join(map(str, words)) + "\n").encode())
 
 
-def worker(voice: Voice, *, url: str, name: str, direct: str = "", hangs: bool = False, **options: Any) -> None:
+def worker(
+    voice: Voice,
+    *,
+    url: str,
+    name: str,
+    direct: str = "",
+    hangs: bool = False,
+    idle_wait_s: float = IDLE_WAIT_S,
+    **options: Any,
+) -> None:
     """A worker on RUN until the run has ended. Item RETRIED fails once, BURIED is a dead letter, the others give a group.
 
     direct: URL past the proxy; given, the worker plays HANDED_BACK until it has beaten for it and all else is settled, then sends itself
     SIGTERM. hangs: every item is played for ever.
     """
-    service_module.IDLE_WAIT_S = IDLE_WAIT_S
+    service_module.IDLE_WAIT_S = idle_wait_s or service_module.IDLE_WAIT_S
     watching = connect(direct or url)
 
     async def play(lease: Lease, item: RolloutItem) -> Outcome:
@@ -79,7 +88,7 @@ def worker(voice: Voice, *, url: str, name: str, direct: str = "", hangs: bool =
         key, place = f"rq:wip:{POOL}", f"{lease.job_id}:{lease.execution_id}"
         first = watching.zscore(key, place)
         await until(lambda: watching.zscore(key, place) != first, seconds=60)
-        await until(lambda: _unsettled(watching) == 1, seconds=60)
+        await until(lambda: unsettled(watching) == 1, seconds=60)
 
     values: dict[str, Any] = {"pool": POOL, "name": name, "slots": 8, "lease_s": 0.6, "beat_s": 0.1, "drain_s": 0.05}
     with connect(url) as client, connect(url, socket_timeout_s=1.0) as beats:
@@ -89,7 +98,7 @@ def worker(voice: Voice, *, url: str, name: str, direct: str = "", hangs: bool =
             player=ScriptedPlayer(play),
             metrics=Metrics(),
             beats=beats,
-            done=lambda: _unsettled(client) == 0,
+            done=lambda: unsettled(client) == 0,
         )
         asyncio.run(service.run())
 
@@ -129,7 +138,8 @@ ROLES: Mapping[str, Callable[..., None]] = {
 }
 
 
-def _unsettled(client: Any) -> int:
+def unsettled(client: Any) -> int:
+    """Items of RUN that are admitted and not settled; -1 when there is no such run."""
     state = read_state(client, RUN)
     return -1 if state is None else state.admitted - state.settled
 

@@ -31,7 +31,7 @@ from tests.harness.resp_proxy import RespProxy
 from tests.redis_support import running_redis
 
 ROOT = Path(__file__).parent.parent
-AT_ONCE = 4
+AT_ONCE = 6
 """Points played side by side, each on a server of its own; most of a point's time is waiting for a lease."""
 EVERY = 5
 PATIENCE_S = 60.0

@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from distaff.runs import read_state
+from distaff.starting import patiently
 from distaff_worker.claim import Claimer
 from distaff_worker.rq_schema import decode_job
 from distaff_worker.settle import Settler
@@ -45,7 +46,8 @@ def report_of(producer: Victim) -> dict[str, Any]:
 def settle_all(client: redis.Redis) -> list[int]:
     """Claim and emit everything, as a worker does; the items in the order of the queue."""
     names: dict[str, Any] = {"pool": POOL, "worker": "w", "worker_key": "rq:worker:w"}
-    leases = Claimer(client, **names, lease_s=60).claim(2 * ITEMS)
+    claimer = Claimer(client, **names, lease_s=60)
+    leases = patiently(lambda: claimer.claim(2 * ITEMS), role="the test")
     settler = Settler(client, **names)
     for lease in leases:
         group = group_of(decode_job(lease.payload, job_id=lease.job_id))

@@ -11,11 +11,11 @@ import redis
 from distaff.keys import RunKeys
 from distaff.runs import read_state
 from distaff_worker.claim import Claimer
-from tests.crash_processes import BURIED, RUN
+from tests.crash_processes import BURIED, RUN, unsettled
 from tests.crash_support import CUTS, KILLS, Farm, Place, Point
 from tests.harness import oracle
 from tests.harness.seeds import seed
-from tests.worker_support import POOL, enqueue, open_run
+from tests.worker_support import POOL, enqueue, open_run, wait_until
 
 ITEMS = 6
 KEYS = RunKeys(RUN)
@@ -44,20 +44,24 @@ def a_worker(place: Place, point: Point | None) -> None:
     assert state is not None
     if not place.struck or (point and point.way in CUTS):
         assert victim.code == 0, "it did not go on by itself"
-        assert (state.settled, state.handed_back) == (ITEMS - 1, 1)
+        assert state.settled == ITEMS - 1
+        assert state.handed_back >= 1
     heir = place.start("worker", name="heir")
-    assert heir.wait() == 0
+    wait_until(lambda: unsettled(place.client) == 0, seconds=30, what="the heir did not settle the rest")
+    heir.kill()
     settled = oracle.check(place.client, RUN)
     assert settled.dead == [BURIED]
     counters: Any = place.client.hgetall(KEYS.state)
     assert counters[b"retried"] == b"1", "an attempt was charged twice, or not at all"
 
 
+@pytest.mark.slow
 def test_a_worker_killed_at_any_command_loses_and_doubles_nothing(farm: Farm, request: pytest.FixtureRequest) -> None:
     """P2: before the command is forwarded, and after it was applied and before its reply; every fifth command."""
     farm.enumerate(a_worker, KILLS, seed=seed(request))
 
 
+@pytest.mark.slow
 def test_a_worker_whose_connection_is_cut_at_any_command_goes_on(farm: Farm, request: pytest.FixtureRequest) -> None:
     """P5: a lost reply, and scripts that are forgotten meanwhile, cost a repetition; every fifth command."""
     farm.enumerate(a_worker, CUTS, seed=seed(request))
