@@ -1,4 +1,4 @@
-"""One seed for each random test: chosen anew each time, printed, and taken from DISTAFF_SEED to replay a failure.
+"""One seed for each random test: chosen anew each time, printed, and taken from FAULT_SEED to replay a failure.
 
 Invariant: whatever a test draws, it draws from a generator made of its seed.
 """
@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 
-VARIABLE = "DISTAFF_SEED"
+VARIABLE = "FAULT_SEED"
+"""Not one of ours: distaff refuses variables that begin with DISTAFF_ and are no setting."""
 
 
 def seed(test: pytest.FixtureRequest | str) -> int:
