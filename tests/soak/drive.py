@@ -30,6 +30,8 @@ START_S = 120.0
 """Until the first group: processes start, import, and load a tokenizer."""
 DRAIN_S = 120.0
 """After the last fault, and what is left at the farm's own pace on top."""
+HOPELESS = 20
+"""Ends of one role that nobody caused."""
 SLOWEST_RATE = 1.0
 """Groups a second that any machine drains at."""
 
@@ -132,9 +134,13 @@ class _Course:
     def _turn_until(self, condition: Callable[[], bool], *, seconds: float, what: str) -> None:
         end = time.monotonic() + seconds
         while not condition():
-            if time.monotonic() > end:
-                raise TimeoutError(f"waited {seconds:.0f} s for {what}")
+            if time.monotonic() > end or self._failing():
+                raise TimeoutError(f"waited up to {seconds:.0f} s for {what}")
             self._turn()
+
+    def _failing(self) -> bool:
+        """Some role ends as soon as it is started, and always will."""
+        return any(len(role.odd_ends) >= HOPELESS for role in self._farm.roles.values())
 
     def _drained(self) -> bool:
         """Producer, archivers and trainers have come to their ends; the witness has everything."""
