@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import redis
 from distaff.keys import RunKeys, job_id
 from distaff_worker.rq_schema import JOB_PREFIX
 from tests.farm_support import groups_of, make_worker, produce, run_config, says, settled
+from tests.process_support import leftovers
 from tests.scripted_engine import Ask, Reply, ScriptedEngine
 from tests.worker_support import check_oracle, until
 
@@ -25,11 +27,11 @@ LEASE_S = 2.0
 ROOT = Path(__file__).parent.parent
 
 
-def start_worker(url: str, *flags: str) -> subprocess.Popen[bytes]:
+def start_worker(url: str, *flags: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     """`distaff work` in a process group of its own."""
     command = [sys.executable, "-m", "distaff", "work", "--redis-url", url, "--worker.lease-s", str(LEASE_S), *flags]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **(environment or {})}
+    return subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True)
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
@@ -102,6 +104,32 @@ async def test_thirty_items_survive_a_kill(redis_url: str, client: redis.Redis) 
     check_oracle(client, "run-1")
     state: Any = client.hgetall(keys.state)
     assert int(state[b"lost"]) >= 1
+
+
+async def test_a_killed_worker_leaves_no_process_behind(redis_url: str, client: redis.Redis) -> None:
+    """P17: kill -9 of the worker alone, while environment code blocks in a process of its own: the kernel ends that one too."""
+    mark = f"LEFTOVER_{os.getpid()}_{time.monotonic_ns()}"
+    async with ScriptedEngine(script=lambda ask: says("number 1")) as engine:
+        arguments = {"rows": 1, "every": "expression"}
+        await produce(redis_url, run_config(engine.url, environment={"id": "tests.fault_env", "args": arguments}))
+        worker = start_worker(redis_url, environment={"MARK": mark})
+        try:
+            await until(lambda: len(leftovers(mark)) >= 3, seconds=60, what="worker, zygote and host")
+            await until(lambda: any(processor_s(pid) > 1 for pid in hosts_of(mark, worker.pid)), seconds=60)
+        finally:
+            worker.kill()
+            worker.wait(10)
+    await until(lambda: not leftovers(mark), what="processes are left")
+
+
+def hosts_of(mark: str, worker: int) -> list[int]:
+    """Pids of the worker's host processes: each leads a session of its own."""
+    return [pid for pid in leftovers(mark) if pid != worker and os.getsid(pid) == pid]
+
+
+def processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.slow

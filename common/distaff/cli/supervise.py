@@ -130,7 +130,7 @@ class Farm:
         if self._server is not None:
             drain_s = min(drain_s, EMBEDDED_DRAIN_S)
         self._grace_s = drain_s + GRACE_S
-        self._recycles = settings.worker.max_groups > 0
+        self._recycles = settings.worker.max_groups > 0 or settings.worker.max_rss_bytes > 0
         write_settings(self._worker_file, settings, drain_s=drain_s)
         for _ in range(settings.worker.processes):
             self._start_worker()

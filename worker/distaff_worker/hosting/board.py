@@ -45,6 +45,12 @@ class Board:
         self.cells[_NATIVE_IDS + slot] = threading.get_native_id()
         self.cells[_IDENTS + slot] = threading.get_ident()
 
+    def only_mine(self) -> None:
+        """Leave on the board what runs on the calling thread, if it is one of the loops', and take off the rest."""
+        mine = threading.get_ident()
+        if mine in (self.ident(PLAY), self.ident(SCORE)):
+            self.cells[SCORE if self.ident(PLAY) == mine else PLAY] = 0
+
     def native_id(self, slot: Slot) -> int:
         """The kernel's id of the loop's thread; 0: not started."""
         return self.cells[_NATIVE_IDS + slot]

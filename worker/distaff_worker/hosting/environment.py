@@ -76,7 +76,7 @@ class Place:
 @dataclass(slots=True, eq=False)
 class _Member:
     host: HostProcess
-    base_bytes: int = 0
+    base_bytes: int
     """Its memory after loading."""
     places: int = 0
     groups: int = 0
@@ -131,7 +131,7 @@ class HostedEnvironment:
         host = HostProcess(self._launcher, self._options.host, on_end=self._ended)
         identity = await host.start(self._section.model_dump(mode="json"))
         self.id, self.version, self.api = identity["id"], identity["version"], identity["api"]
-        member = _Member(host)
+        member = _Member(host, base_bytes=identity["rss_bytes"])
         self._members.append(member)
         log.info("environment.loaded", environment=self.id, version=self.version, host=host.pid)
         return member
@@ -155,7 +155,6 @@ class HostedEnvironment:
 
     def _overgrown(self, member: _Member) -> str:
         options, usage = self._options, member.host.usage
-        member.base_bytes = member.base_bytes or usage["rss_bytes"]
         if usage["rss_bytes"] > member.base_bytes + options.growth_bytes:
             return "memory"
         if usage["fds"] > _most_files() // 2:

@@ -283,8 +283,8 @@ class HostProcess:
     async def _blocked(self, slot: Slot, group: int, message: str) -> None:
         """Kill the process: code of `group` (0: nobody knows whose) keeps a loop of it from turning."""
         await self._stacks.refresh(self.pid)
-        stack = self._stacks.frames(self._board.ident(slot))
-        log.error("environment.killed", host=self.pid, reason=message, stack=stack)
+        frames_now = self._stacks.frames(self._board.ident(slot))
+        log.error("environment.killed", host=self.pid, reason=message, frames=frames_now)
         boundary = "reward" if slot == SCORE else "step"
         failure = RolloutFailure(kind="timeout", boundary=boundary, message=message + self._at(self._board.ident(slot)))
         if self._verdict is None and self.loss is None:
@@ -312,13 +312,21 @@ class HostProcess:
         self._on_end(self)
 
     def _crash(self) -> Loss:
-        running = frozenset({self._board.running(PLAY), self._board.running(SCORE)} - {0})
-        log.error("environment.crashed", host=self.pid, how=self._how, groups=len(running), stack=self._stacks.frames())
+        running = self._ran_at_the_end()
+        log.error(
+            "environment.crashed", host=self.pid, how=self._how, groups=len(running), frames=self._stacks.frames()
+        )
         failure = _failure("process", f"environment code ended its process ({self._how}){self._at(0)}")
         return Loss(blamed=running, failure=failure, reason="crashed")
 
+    def _ran_at_the_end(self) -> frozenset[int]:
+        """The group whose code ended the process, where the crash says on which thread; else all whose code ran."""
+        crashed = self._stacks.crashed_thread
+        slots = [slot for slot in (PLAY, SCORE) if crashed == self._board.ident(slot)] or [PLAY, SCORE]
+        return frozenset({self._board.running(slot) for slot in slots} - {0})
+
     def _at(self, thread: int) -> str:
-        place = self._stacks.innermost(thread)
+        place = self._stacks.where(thread)
         return f", at {place}" if place else ""
 
 

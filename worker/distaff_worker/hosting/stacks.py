@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 import signal
@@ -22,7 +23,9 @@ MOST_FRAMES = 25
 _WAIT_S, _STEP_S = 0.3, 0.01
 _SECTION = re.compile(r"(Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n((?:  [^\n]*(?:\n|$))*)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
-_INNERMOST = 3
+_OURS = re.compile(r"[/\\](distaff|distaff_worker)[/\\]")
+_SHOWN = 2
+"""Frames from either end of a long stack."""
 
 
 class StackFile:
@@ -46,17 +49,42 @@ class StackFile:
     def _size(self) -> int:
         return os.fstat(self.file.fileno()).st_size
 
-    def frames(self, thread: int = 0) -> list[str]:
-        """Of a thread (by Python's ident; 0: the one that crashed), innermost first, each "file:line function"; empty when unknown."""
+    def _threads(self) -> list[tuple[bool, int, list[tuple[str, str, str]]]]:
+        """(is the one that crashed, Python's ident, frames innermost first) of each thread."""
         text = os.pread(self.file.fileno(), LIMIT_BYTES, 0).decode(errors="replace")
-        for kind, ident, lines in _SECTION.findall(text):
-            if int(ident, 16) == thread or (not thread and kind.startswith("Current")):
-                return [f"{Path(path).name}:{line} {name}" for path, line, name in _FRAME.findall(lines)][:MOST_FRAMES]
+        return [
+            (kind.startswith("Current"), int(ident, 16), _FRAME.findall(lines))
+            for kind, ident, lines in _SECTION.findall(text)
+        ]
+
+    def _frames(self, thread: int) -> list[tuple[str, str, str]]:
+        for crashed, ident, frames in self._threads():
+            if ident == thread or (crashed and not thread):
+                return frames
         return []
 
-    def innermost(self, thread: int = 0) -> str:
-        """The innermost of `frames`, as "file:line function < caller ..."; "" when unknown."""
-        return " < ".join(self.frames(thread)[:_INNERMOST])
+    @property
+    def crashed_thread(self) -> int:
+        """Python's ident of the thread that crashed; 0 when that is not known."""
+        return next((ident for crashed, ident, _ in self._threads() if crashed), 0)
+
+    def frames(self, thread: int = 0) -> list[str]:
+        """Of a thread (by Python's ident; 0: the one that crashed), innermost first, each "file:line function"; empty when unknown."""
+        return [_short(frame) for frame in self._frames(thread)][:MOST_FRAMES]
+
+    def where(self, thread: int = 0) -> str:
+        """The place in the environment's code, "file:line function < caller < ...", innermost first; "" when unknown."""
+        theirs = [
+            _short(frame)
+            for frame in itertools.takewhile(lambda frame: not _OURS.search(frame[0]), self._frames(thread))
+        ]
+        shown = theirs if len(theirs) <= 2 * _SHOWN else [*theirs[:_SHOWN], "...", *theirs[-_SHOWN:]]
+        return " < ".join(shown)
 
     def close(self) -> None:
         self.file.close()
+
+
+def _short(frame: tuple[str, str, str]) -> str:
+    path, line, name = frame
+    return f"{Path(path).name}:{line} {name}"

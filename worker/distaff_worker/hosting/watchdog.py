@@ -63,8 +63,8 @@ class Watchdog:
                 reported = True
                 slot, _ = await self._culprit()
                 await self._stacks.refresh(self._pid)
-                stack = self._stacks.frames(self._board.ident(slot))
-                log.error("environment.blocked", host=self._pid, seconds=round(self.silent_s, 1), stack=stack)
+                frames = self._stacks.frames(self._board.ident(slot))
+                log.error("environment.blocked", host=self._pid, seconds=round(self.silent_s, 1), frames=frames)
             if self.silent_s > self._limit_s:
                 await asyncio.sleep(min(PING_S, self._limit_s / 4))
                 if self.silent_s > self._limit_s:
