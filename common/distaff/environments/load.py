@@ -192,7 +192,7 @@ def _parameters(signature: inspect.Signature) -> str:
 def distribution_version(module: ModuleType) -> str:
     """Version of the distribution that holds `module`, "0" where there is none."""
     top = module.__name__.split(".")[0]
-    for name in (top, *_distributions().get(top, ())):
+    for name in (top, *distributions().get(top, ())):
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -201,7 +201,7 @@ def distribution_version(module: ModuleType) -> str:
 
 
 @functools.cache
-def _distributions() -> Mapping[str, list[str]]:
+def distributions() -> Mapping[str, list[str]]:
     """Top-level module -> distributions; reading it takes half a second."""
     return importlib.metadata.packages_distributions()
 

@@ -18,6 +18,7 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
+from distaff.environments.load import distributions
 from distaff_worker.hosting import host
 
 _PR_SET_PDEATHSIG = 1
@@ -58,6 +59,7 @@ def preload() -> None:
     import verifiers
 
     _ = verifiers.Environment
+    distributions()
 
 
 def _answer(
