@@ -17,6 +17,7 @@ class ConsumerBase:
             "the redis client has decode_responses=True; groups are bytes: make one without",
         )
         self._core = ConsumerCore(run, **options)
+        self._core.user = f"user {client.get_connection_kwargs().get('username') or 'default'!r}"
         self._partial: list[Delivery] = []
 
     @property

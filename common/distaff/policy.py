@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import redis
 import redis.asyncio
 
-from distaff.clients import redact_url
+from distaff.clients import is_refusal, redact_url, refusal
 from distaff.errors import ConfigurationError, RedisUnavailable
 from distaff.keys import RunKeys
 from distaff.scripts import register, register_async
@@ -55,6 +55,8 @@ def _answering() -> Iterator[None]:
     try:
         yield
     except (redis.RedisError, OSError) as error:
+        if is_refusal(error):
+            raise RedisUnavailable(f"Redis {refusal(error)}") from None
         raise RedisUnavailable(
             f"Redis did not take or give the policy version ({type(error).__name__}: {redact_url(str(error))[:200]}). "
             "Start it or correct its URL, and call again: publishing a version twice is harmless"

@@ -26,10 +26,11 @@ def until_answered(
     clock: Callable[[], float],
     full: bool,
     on_failure: Callable[[], None],
+    user: str = "the user of this connection",
 ) -> Steps[Any]:
     """The reply to `step`, with pauses that double and jitter; `on_failure` is called after each try that failed.
 
-    full: let a full server's error through, which is otherwise waited out.
+    user: as whom, for the message. full: let a full server's error through, which is otherwise waited out.
     Raises RedisUnavailable (refused credentials; no answer within `budget_s` of the first failure), ResponseError.
     """
     give_up, pause_s = None, _FIRST_PAUSE_S
@@ -38,7 +39,7 @@ def until_answered(
             return (yield step)
         except (exceptions.RedisError, OSError) as error:
             if is_refusal(error):
-                raise RedisUnavailable(f"Redis {refusal(error)}") from None
+                raise RedisUnavailable(f"Redis {refusal(error, user)}") from None
             if not may_pass(error) or (full and is_full(error)):
                 raise
             problem = type(error).__name__

@@ -6,7 +6,6 @@ Invariant: only reads. What the server does not let us read is reported and not 
 from __future__ import annotations
 
 import ipaddress
-from typing import Any
 
 import redis
 import structlog
@@ -23,29 +22,22 @@ log = structlog.get_logger(__name__)
 def check_redis(client: redis.Redis, url: str, *, allow_unprotected: bool = False) -> None:
     """Raise ConfigurationError unless the server is 7.0 or newer, never evicts, and asks for a password where others reach it.
 
-    `url` is for the message. A server that does not let us ask (ACL) is accepted with a warning in the log.
+    `url` is for the message. A server that does not let us ask (ACL) is accepted with one warning in the log.
     """
     if not allow_unprotected:
         _check_protection(client, url)
-    server = _info(client, "server", url)
-    if server is not None:
-        _check_version(str(server.get("redis_version", "")), url)
-    memory = _info(client, "memory", url)
-    if memory is not None:
-        _check_eviction(str(memory.get("maxmemory_policy", "noeviction")), url)
-
-
-def _info(client: redis.Redis, section: str, url: str) -> dict[str, Any] | None:
     try:
-        return client.info(section)
+        server, memory = client.info("server"), client.info("memory")
     except redis.exceptions.NoPermissionError:
         log.warning(
             "redis.check_skipped",
-            section=section,
             url=redact_url(url),
-            mend="let the user call INFO: ACL SETUSER ... +info",
+            unchecked="version, eviction policy",
+            mend="let the user call INFO (ACL SETUSER ... +info), or see yourself that maxmemory-policy is noeviction",
         )
-        return None
+        return
+    _check_version(str(server.get("redis_version", "")), url)
+    _check_eviction(str(memory.get("maxmemory_policy", "noeviction")), url)
 
 
 def _check_protection(client: redis.Redis, url: str) -> None:

@@ -58,6 +58,8 @@ class Beater:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="distaff-beat", daemon=True)
         self.last_success = time.monotonic()
+        self.failure: redis.RedisError | None = None
+        """What ended the thread."""
 
     def start(self) -> None:
         self._thread.start()
@@ -105,6 +107,7 @@ class Beater:
             except redis.RedisError as error:
                 log.warning("beat.failed", error=type(error).__name__, detail=redact(str(error)))
                 if is_refusal(error):
+                    self.failure = error
                     raise
 
 

@@ -21,10 +21,12 @@ import redis
 import structlog
 from rq.worker.base import WorkerStatus
 
-from distaff.clients import is_refusal, may_pass
+from distaff.clients import is_refusal, may_pass, refusal
 from distaff.errors import FatalRun, WorkerBroken
 from distaff.redaction import redact
+from distaff.starting import patiently
 from distaff_worker.beat import Beater
+from distaff_worker.canceled import CanceledItems
 from distaff_worker.claim import Claimer, Suspended
 from distaff_worker.executions import Executions
 from distaff_worker.leases import Lease
@@ -81,15 +83,19 @@ class Service:
         done: Callable[[], bool] | None = None,
     ) -> None:
         self._options, self._player, self._metrics, self._done = options, player, metrics, done
+        self._user = f"user {client.get_connection_kwargs().get('username') or 'default'!r}"
         self._killed = threading.Event()
         ttl_s = max(60, round(3 * options.lease_s))
-        self._registration = Registration(
-            client,
-            pool=options.pool,
-            name=options.name,
-            ttl_s=ttl_s,
-            on_stop=self._stop_from_thread,
-            on_shutdown=lambda: self._from_thread(self._on_signal),
+        self._registration = patiently(
+            lambda: Registration(
+                client,
+                pool=options.pool,
+                name=options.name,
+                ttl_s=ttl_s,
+                on_stop=self._stop_from_thread,
+                on_shutdown=lambda: self._from_thread(self._on_signal),
+            ),
+            role="the worker",
         )
         names = {"pool": options.pool, "worker": options.name}
         self._claimer = Claimer(client, **names, worker_key=self._registration.key, lease_s=options.lease_s)
@@ -104,6 +110,7 @@ class Service:
             on_refused=self._on_broken,
         )
         self._sweeper = Sweeper(client, pool=options.pool)
+        self._canceled = CanceledItems(client, pool=options.pool, worker=options.name)
         self._beater = Beater(
             beats or client,
             **names,
@@ -111,7 +118,9 @@ class Service:
             beat_s=options.beat_s,
             leases=self._executions.leases,
             on_lost=lambda lease: self._from_thread(self._executions.interrupt, lease.execution_id, "lost"),
-            on_end=lambda: self._from_thread(self._on_broken, RuntimeError("the heartbeat thread ended")),
+            on_end=lambda: self._from_thread(
+                self._on_broken, self._beater.failure or RuntimeError("the heartbeat thread ended")
+            ),
             announce=self._announce,
             tick=lambda: self._tick,
         )
@@ -137,7 +146,7 @@ class Service:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
         await self._player.open()
-        await self._loop.run_in_executor(self._books, self._enlist)
+        await self._loop.run_in_executor(self._books, self._register)
         self._beater.start()
         log.info("worker.started", worker=self._options.name, pool=self._options.pool, slots=self._options.slots)
         try:
@@ -299,6 +308,8 @@ class Service:
         self._executions.interrupt_all("hand_back")
         if tasks := self._executions.tasks():
             await asyncio.wait(tasks, timeout=UNWIND_S + self._options.lease_s)
+        if is_refusal(error):
+            raise WorkerBroken(f"Redis {refusal(error, self._user)}. What the worker had was handed back") from error
         raise WorkerBroken(
             f"a part of the worker failed that it cannot go on without ({type(error).__name__}: {redact(str(error))}). Its items were handed "
             "back; start it again. The log has the details under worker.broke"
@@ -326,6 +337,7 @@ class Service:
         while True:
             try:
                 await self._loop.run_in_executor(self._upkeep, self._sweeper.sweep)
+                await self._loop.run_in_executor(self._upkeep, self._canceled.settle)
                 if time.monotonic() - tidied > TIDY_EVERY_S:
                     await self._loop.run_in_executor(self._upkeep, self._sweeper.tidy)
                     tidied = time.monotonic()
@@ -336,6 +348,9 @@ class Service:
     async def _keep_whole(self) -> None:
         """Raises what is reported to `_on_broken`."""
         raise await self._broken
+
+    def _register(self) -> None:
+        patiently(self._enlist, role="the worker", give_up=self._stopping.is_set)
 
     def _enlist(self) -> None:
         self._registration.birth()
