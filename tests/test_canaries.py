@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import subprocess
 import sys
 import zlib
@@ -17,6 +18,7 @@ import zstandard
 
 from distaff.clients import connect
 from distaff.redaction import redact
+from tests.harness import processes
 from tests.harness.canaries import CANARY, REDIS_PASSWORD, assert_nowhere, environment, secrets_in, with_password
 from tests.worker_support import wait_until
 
@@ -41,6 +43,11 @@ WAYS_INTO_REDIS: dict[str, Callable[[redis.Redis], object]] = {
     "stream": lambda client: client.xadd("x", {"a": "b", "c": KEY}),
     "consumer group": lambda client: client.xgroup_create("x", KEY, mkstream=True),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_secret_leaks() -> None:
+    """Here they are planted on purpose."""
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -97,3 +104,48 @@ def test_the_canary_password_is_what_a_client_sends() -> None:
     for url in ("redis://127.0.0.1:6379/0", "unix:///tmp/r.sock?db=0"):
         with connect(with_password(url)) as client:
             assert client.connection_pool.connection_kwargs["password"] == REDIS_PASSWORD
+
+
+LEAKS = f"""
+from tests.harness.processes import start
+
+CANARY = {CANARY["CANARY_HUB_TOKEN"]!r}
+
+def test_redis(client):
+    client.set("x", CANARY)
+
+def test_arguments():
+    start(["true", CANARY]).wait(10)
+
+def test_log():
+    start(["env"]).wait(10)
+
+def test_folder(tmp_path):
+    start(["true"]).wait(10)
+    (tmp_path / "file").write_text(CANARY)
+
+def test_innocent(client, tmp_path):
+    client.set("x", 1)
+    start(["echo", "innocent"]).wait(10)
+"""
+
+
+def test_every_test_is_searched(tmp_path: Path) -> None:
+    """The fixture that all tests have fails one that leaves a canary in Redis, in an argument, in what a process said, or in its folder."""
+    tests = processes.ROOT / "tests"
+    (tmp_path / "conftest.py").write_text((tests / "conftest.py").read_text())
+    (tmp_path / "test_leak.py").write_text(LEAKS)
+    command: list[str | Path] = [
+        "-m",
+        "pytest",
+        "-q",
+        "--rootdir",
+        tmp_path,
+        "-c",
+        processes.ROOT / "pyproject.toml",
+        tmp_path,
+    ]
+    done = subprocess.run([sys.executable, *command], cwd=processes.ROOT, capture_output=True, text=True, timeout=60)
+    assert re.findall(r"ERROR .*::test_(\w+)", done.stdout) == ["redis", "arguments", "log", "folder"], done.stdout
+    assert len(re.findall("^E .*secrets leaked: .*hub token in ", done.stdout, re.MULTILINE)) == 4
+    assert "5 passed, 4 errors" in done.stdout

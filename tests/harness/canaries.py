@@ -98,7 +98,8 @@ def _places(
         yield name, text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
     for folder in folders:
         for path in sorted(folder.rglob("*")):
-            if path.is_file() and not path.is_symlink():
+            # A server has to have its password.
+            if path.is_file() and not path.is_symlink() and path.name not in ("redis.conf", "users.acl"):
                 yield str(path), path.read_bytes()
     for pid in pids:
         yield from _arguments(pid)

@@ -17,6 +17,8 @@ from types import TracebackType
 from typing import BinaryIO
 
 ROOT = Path(__file__).parents[2]
+KEPT_LOGS = "KEPT_LOGS"
+"""Variable with the folder where what children say, and their arguments, are kept: the search for leaked secrets sets it."""
 
 
 class Child:
@@ -86,8 +88,8 @@ class Child:
 
 
 def start(argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Child:
-    """Start `argv` in a group of its own. env: over this process's environment."""
-    log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
+    """Start `argv` in a group of its own. env: over this process's environment. See KEPT_LOGS."""
+    log = _log_file(argv)
     process = subprocess.Popen(
         list(argv),
         env={**os.environ, **(env or {})},
@@ -98,6 +100,16 @@ def start(argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Pat
         start_new_session=True,
     )
     return Child(process, log)
+
+
+def _log_file(argv: Sequence[str]) -> BinaryIO:
+    """Lives as long as the child, or as long as the folder of KEPT_LOGS."""
+    folder = os.environ.get(KEPT_LOGS)
+    if not folder:
+        return tempfile.TemporaryFile()
+    number, path = tempfile.mkstemp(suffix=".log", dir=folder)
+    Path(path).with_suffix(".argv").write_text("\n".join(argv))
+    return os.fdopen(number, "w+b", buffering=0)
 
 
 def fds(pid: int) -> int:
