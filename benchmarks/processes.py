@@ -52,14 +52,39 @@ class Child:
     @property
     def cpu_s(self) -> float:
         """CPU seconds of the process so far, all threads."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return _cpu_s(self.process.pid)
 
     @property
     def peak_mb(self) -> float:
-        """The most memory that was ever resident, MB."""
-        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
+        """The most memory that was ever resident, MB, and what its children have now (of shared pages their share)."""
+        own = _kib(f"/proc/{self.process.pid}/status", "VmHWM:")
+        return (own + sum(_kib(f"/proc/{pid}/smaps_rollup", "Pss:") for pid in descendants(self.process.pid))) / 1024
+
+
+def descendants(pid: int) -> list[int]:
+    """Children, grandchildren, ... that are alive."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = [child for child, parent in parents.items() if parent == pid]
+    return found + [deeper for child in found for deeper in descendants(child)]
+
+
+def children_cpu_s() -> float:
+    """CPU seconds of this process's descendants that are alive, all threads."""
+    return sum(_cpu_s(pid) for pid in descendants(os.getpid()))
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _kib(path: str, name: str) -> int:
+    lines = Path(path).read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 @contextlib.contextmanager

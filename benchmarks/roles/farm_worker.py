@@ -13,6 +13,7 @@ from typing import Any
 from tests.worker_support import POOL
 
 from benchmarks.accounts import Accounts
+from benchmarks.processes import children_cpu_s
 from benchmarks.roles.stages import watch_stages
 from benchmarks.roles.talk import say
 from distaff.clients import connect
@@ -21,6 +22,8 @@ from distaff.policy import read_policy_version
 from distaff.runs import read_config_json
 from distaff.settings import LogSection
 from distaff_worker.command import prepare_process
+from distaff_worker.hosting.launcher import Launcher
+from distaff_worker.hosting.opening import Hosting
 from distaff_worker.job import GroupPlayer
 from distaff_worker.leases import Counts
 from distaff_worker.metrics import Metrics
@@ -43,7 +46,9 @@ class Watch(Metrics):
         self._emitted += 1
         if self._emitted in (self._first, self._last):
             stages = self._accounts.by_stage() if self._accounts else {}
-            self._marks.append((time.monotonic(), time.process_time(), stages))
+            environment = children_cpu_s()
+            stages["environment"] = environment
+            self._marks.append((time.monotonic(), time.process_time() + environment, stages))
 
     def loop_lag(self, seconds: float) -> None:
         super().loop_lag(seconds)
@@ -70,8 +75,13 @@ async def work(arguments: argparse.Namespace) -> None:
     if accounts:
         watch_stages(accounts)
     client, watch = connect(arguments.url), Watch(accounts, first=arguments.first, last=arguments.last)
+    launcher = Launcher()
+    launcher.start()
+    hosting = Hosting(launcher=launcher)
     player = GroupPlayer(
-        lambda tokenizing: WarmRuns(lambda run: read_config_json(client, run), tokenizing=tokenizing),
+        lambda tokenizing: WarmRuns(
+            lambda run: read_config_json(client, run), tokenizing=tokenizing, open_environment=hosting.open
+        ),
         worker=arguments.name,
         metrics=watch,
         read_policy=lambda run: read_policy_version(client, run),
@@ -80,6 +90,7 @@ async def work(arguments: argparse.Namespace) -> None:
     service = Service(client, options=options, player=player, metrics=watch, beats=connect(arguments.url))
     say(ready=True)
     await service.run()
+    launcher.close()
     say(**watch.report())
 
 

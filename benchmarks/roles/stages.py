@@ -9,13 +9,12 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from benchmarks.accounts import Accounts
-from distaff.environments.classic import ClassicEnvironment
-from distaff.environments.classic_client import PolicyClient
 from distaff_worker import executions, job
 from distaff_worker.chat_models import TokenChatModel
 from distaff_worker.claim import Claimer
 from distaff_worker.engines import answers, vllm
 from distaff_worker.executions import Executions
+from distaff_worker.hosting import frames
 from distaff_worker.job import GroupPlayer
 from distaff_worker.rendering.template_backend import TemplateRenderer
 
@@ -23,6 +22,7 @@ _Place: TypeAlias = tuple[Any, str, str]
 """Class or module, name of the function, stage."""
 _FUNCTIONS: list[_Place] = [
     (Claimer, "claim", "claim"),
+    (frames, "encode", "talk to the environment"),
     (executions, "decode_job", "claim"),
     (TemplateRenderer, "render", "render"),
     (TemplateRenderer, "bridge", "render"),
@@ -39,9 +39,6 @@ _FUNCTIONS: list[_Place] = [
     (Executions, "_report", "settle"),
 ]
 _COROUTINES: list[_Place] = [
-    (ClassicEnvironment, "play", "environment"),
-    (ClassicEnvironment, "score", "environment"),
-    (PolicyClient, "get_response", "environment"),
     (TokenChatModel, "complete", "turn"),
     (vllm.VllmEngine, "generate", "ask the engine"),
 ]
