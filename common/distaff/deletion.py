@@ -34,9 +34,10 @@ def delete_run(client: redis.Redis, run: str, *, force: bool = False) -> bool:
     client.unlink(keys.state, keys.config, keys.settled, keys.dead, keys.groups, keys.policy)
     purge = scripts.register(client, "purge_queue")
     for name in queues:
-        purge(keys=[f"{rq_prefix()}:queue:{name}", f"{rq_prefix()}:queues"], args=[run])
-        for registry in REGISTRIES:
-            _remove(client, f"{rq_prefix()}:{registry}:{name}", run)
+        registries = [f"{rq_prefix()}:{registry}:{name}" for registry in REGISTRIES]
+        for registry in registries:
+            _remove(client, registry, run)
+        purge(keys=[f"{rq_prefix()}:queue:{name}", f"{rq_prefix()}:queues", *registries], args=[run])
     _unlink_all(client, _job_keys(client, run))
     _unlink_all(client, _scan(client, f"{keys.state.removesuffix('state')}*"))
     client.srem(RUNS, run)

@@ -108,6 +108,12 @@ def decode_job(data: bytes, *, job_id: str) -> RolloutItem:
     raise WireError("the job does not come from `distaff produce`: only its own jobs may be on a pool's queue")
 
 
+def unknown_item(job_id: str) -> RolloutItem:
+    """What stands for the item of a job that cannot be decoded."""
+    run, seq = parse_job_id(job_id) or ("", 0)
+    return RolloutItem(run=run, seq=seq, key="", epoch=0, split="train", task={}, seed=0)
+
+
 def _inflate(data: bytes) -> bytes:
     try:
         inflater = zlib.decompressobj()

@@ -82,7 +82,7 @@ class Settler:
                 results_key(lease.job_id),
             ],
             args=[
-                seq,
+                seq if lease.place[0] else "",
                 utcformat(now()),
                 letter_json,
                 status,

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- Extend the leases of a worker's executions, each only while it is the owner. Whose an item is, its job hash says alone: a lease that
 -- was wiped from the registry (stock `rq info` does that by the operator's clock) is written again. Brings no job back to life.
+-- What is left of an execution that was lost, or whose claim never reached the worker, is taken off here: nobody else knows it.
 -- Allowed when memory is full: a lease that cannot be extended is work done twice.
 -- KEYS  1 wip zset  2 the worker's executions set
 -- ARGV  1 lease in ms  2 ISO time  3 job key prefix  4 execution key prefix  5 executions key prefix  6.. job id, execution id, ...
@@ -21,8 +22,14 @@ for i = 6, #ARGV, 2 do
     redis.call('PEXPIRE', ARGV[5] .. id, lease_ms + 60000)
     answer[#answer + 1] = 1
   else
+    redis.call('DEL', ARGV[4] .. composite)
+    redis.call('ZREM', KEYS[1], composite)
+    redis.call('ZREM', ARGV[5] .. id, execution)
     answer[#answer + 1] = 0
   end
+end
+for _, composite in ipairs(redis.call('SMEMBERS', KEYS[2])) do
+  if redis.call('EXISTS', ARGV[4] .. composite) == 0 then redis.call('SREM', KEYS[2], composite) end
 end
 redis.call('PEXPIRE', KEYS[2], lease_ms + 60000)
 return answer

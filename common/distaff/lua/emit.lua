@@ -5,7 +5,8 @@
 --       7 finished zset  8 group stream  9 run state hash  10 settled bitmap
 -- ARGV  1 execution id  2 job id  3 seq  4 ISO time  5 rollouts  6 samples  7 tokens  8 trained tokens  9 reward sum
 --       10 reward count  11 seconds worked  12.. stream fields and values
--- returns 'emitted', 'already' (by this execution), 'settled' (by another), 'lost' (not the owner any more) or 'gone'
+-- returns 'emitted', 'already' (by this execution), 'settled' (by another), 'lost' (not the owner any more) or 'gone' (job or run; also
+--         when the run was opened anew and has not admitted the item in this life)
 local job = redis.call('HMGET', KEYS[1], 'status', 'distaff_exec', 'distaff_settled', 'result_ttl')
 local composite = ARGV[2] .. ':' .. ARGV[1]
 local verdict
@@ -13,7 +14,7 @@ if not job[1] then verdict = 'gone'
 elseif job[3] == ARGV[1] then return 'already'
 elseif redis.call('GETBIT', KEYS[10], ARGV[3]) == 1 then verdict = 'settled'
 elseif job[1] ~= 'started' or job[2] ~= ARGV[1] then verdict = 'lost'
-elseif redis.call('EXISTS', KEYS[9]) == 0 then verdict = 'gone'
+elseif tonumber(redis.call('HGET', KEYS[9], 'admitted') or '0') <= tonumber(ARGV[3]) then verdict = 'gone'
 else verdict = 'emitted' end
 
 if verdict == 'emitted' then

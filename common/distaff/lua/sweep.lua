@@ -4,6 +4,15 @@
 -- KEYS  1 wip zset  2 queue list
 -- ARGV  1 job key prefix  2 run key prefix  3 executions key prefix  4 most to look at  5 ISO time
 -- returns the job ids put back
+-- (run, seq) of a job id of ours, as `distaff.keys.parse_job_id`; nil for any other.
+local function place(id)
+  local run, digits = string.match(id, '^(.+)%-(%d%d%d%d%d%d%d%d%d+)$')
+  if not run or #run > 64 or not string.match(run, '^%w[%w_%-]*$') then return nil end
+  local seq = tonumber(digits)
+  if seq > 4294967295 or string.format('%09.0f', seq) ~= digits then return nil end
+  return run, seq
+end
+
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1e6
 local back = {}
@@ -16,7 +25,7 @@ for _, composite in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LI
     redis.call('HDEL', ARGV[1] .. id, 'distaff_exec', 'started_at')
     redis.call('LPUSH', KEYS[2], id)
     back[#back + 1] = id
-    local run = string.match(id, '^(.+)%-%d+$')
+    local run = place(id)
     if run and redis.call('EXISTS', ARGV[2] .. run .. ':state') == 1 then
       redis.call('HINCRBY', ARGV[2] .. run .. ':state', 'lost', 1)
     end
