@@ -6,14 +6,22 @@ python -m tests.broken_worker PART ARGUMENTS-OF-DISTAFF...
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from distaff.cli.main import main
 from distaff_worker.beat import Beater
 from distaff_worker.claim import Claimer
+from distaff_worker.job import GroupPlayer
 from distaff_worker.service import Service
 from distaff_worker.sweep import Sweeper
+
+
+def stand_still(self: Any, *args: Any) -> NoReturn:
+    while True:
+        time.sleep(600)
+
 
 PARTS: dict[str, tuple[type[Any], str]] = {
     "beat": (Beater, "beat"),
@@ -57,5 +65,8 @@ def break_part(part: str) -> None:
 
 
 if __name__ == "__main__":
-    break_part(sys.argv[1])
+    if sys.argv[1] == "loop":
+        GroupPlayer._assemble = stand_still  # type: ignore[method-assign, assignment]
+    else:
+        break_part(sys.argv[1])
     sys.exit(main(sys.argv[2:]))

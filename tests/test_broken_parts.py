@@ -127,3 +127,20 @@ async def test_a_worker_process_with_a_broken_part_exits_with_code_1(redis_url: 
             assert await asyncio.to_thread(worker.wait, 60) == 0, worker.log
     assert settled(client, "run-1")
     check(client, "run-1")
+
+
+@pytest.mark.slow
+async def test_a_worker_whose_loop_stands_still_writes_its_stacks_and_ends(redis_url: str, client: redis.Redis) -> None:
+    """P15: after four lease times the process is gone by itself, with the place where it stood, and another plays the item."""
+    async with ScriptedEngine(script=lambda ask: says("number 1")) as engine:
+        await produce(redis_url, run_config(engine.url, environment={"args": {"rows": 1, "turns": 1}}))
+        command = [sys.executable, "-m", "tests.broken_worker", "loop", "work", "--redis-url", redis_url]
+        with start([*command, "--worker.lease-s", "1"]) as worker:
+            code = await asyncio.to_thread(worker.wait, 60)
+            assert code == 1, worker.log
+            assert "Timeout (0:00:04)!" in worker.log
+            assert "in stand_still" in worker.log
+        with start([*command[:1], "-m", "distaff", *command[4:], "--worker.exit-when-done", "true"]) as worker:
+            assert await asyncio.to_thread(worker.wait, 60) == 0, worker.log
+    assert settled(client, "run-1")
+    check(client, "run-1")

@@ -22,8 +22,10 @@ from rq.suspension import resume, suspend
 from distaff.clients import connect
 from distaff.keys import RunKeys
 from distaff.types import DeadLetter, RolloutItem
+from distaff_worker import service as service_module
 from distaff_worker.claim import Claimer
 from distaff_worker.leases import Lease
+from distaff_worker.memory import rss_bytes
 from distaff_worker.metrics import Metrics
 from distaff_worker.outcome import Bury, Outcome, Retry
 from distaff_worker.rq_schema import JSONQueue, PoolKeys
@@ -371,3 +373,25 @@ async def test_the_worker_recycles_after_max_groups(redis_url: str, client: redi
     await asyncio.wait_for(make_service(redis_url, ScriptedPlayer(), max_groups=groups).run(), 20)
     assert client.xlen(RunKeys(RUN).groups) == groups
     assert client.llen(PoolKeys.of(POOL).queue) == 10 - groups
+
+
+async def test_a_worker_that_has_grown_ends_and_leaves_the_rest(
+    redis_url: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P16: `max_rss_bytes` lets what is played finish and leaves the rest on the queue."""
+    open_run(client, RUN)
+    enqueue(client, RUN, 20)
+    used_bytes = iter([10, 20, *[30] * 100])
+    monkeypatch.setattr(service_module, "rss_bytes", lambda: next(used_bytes))
+    await asyncio.wait_for(make_service(redis_url, ScriptedPlayer(), slots=4, max_rss_bytes=30).run(), 20)
+    assert client.xlen(RunKeys(RUN).groups) + client.llen(PoolKeys.of(POOL).queue) == 20
+    assert 0 < client.xlen(RunKeys(RUN).groups) < 20
+    assert client.zcard(PoolKeys.of(POOL).wip) == 0
+
+
+def test_a_process_knows_its_memory() -> None:
+    """Resident bytes, which grow with what is allocated."""
+    before = rss_bytes()
+    held = bytearray(b"x") * (64 << 20)
+    assert 60 << 20 < rss_bytes() - before < 100 << 20
+    del held

@@ -7,6 +7,7 @@ what it had claimed is settled or handed back first.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
 import os
 import secrets
@@ -33,6 +34,9 @@ from distaff_worker.service import Service, ServiceOptions
 from distaff_worker.warm import WarmRuns
 
 log = structlog.get_logger(__name__)
+STUCK_LEASES = 4
+"""A loop that has not turned for so many lease times has lost its items and does not come back: the stacks of all threads are written to
+standard error, and the process ends, to be started anew by whoever supervises. Done in C, so also when the interpreter is stuck."""
 UNHEALTHY_LOOP_S = 300.0
 """A loop that has not turned for so long will not again; the health check asks for a restart."""
 SWITCH_INTERVAL_S = 0.001
@@ -83,6 +87,7 @@ async def _work(client: redis.Redis, beats: redis.Redis, settings: Settings) -> 
         drain_s=worker.drain_s,
         burst=worker.burst,
         max_groups=worker.max_groups,
+        max_rss_bytes=worker.max_rss_bytes,
     )
     service = Service(
         client,
@@ -91,6 +96,7 @@ async def _work(client: redis.Redis, beats: redis.Redis, settings: Settings) -> 
         metrics=metrics,
         beats=beats,
         done=(lambda: _all_ended(client, settings.run.pool)) if worker.exit_when_done else None,
+        alive=lambda: faulthandler.dump_traceback_later(STUCK_LEASES * worker.lease_s, exit=True),
     )
     health = HealthServer(
         registry=metrics.registry, healthy=lambda: service.tick_age_s < UNHEALTHY_LOOP_S, ready=lambda: service.ready
@@ -100,6 +106,7 @@ async def _work(client: redis.Redis, beats: redis.Redis, settings: Settings) -> 
     try:
         await service.run()
     finally:
+        faulthandler.cancel_dump_traceback_later()
         health.stop()
         launcher.close()
 

@@ -30,6 +30,7 @@ from distaff_worker.canceled import CanceledItems
 from distaff_worker.claim import Claimer, Suspended
 from distaff_worker.executions import Executions
 from distaff_worker.leases import Lease
+from distaff_worker.memory import rss_bytes
 from distaff_worker.metrics import Metrics
 from distaff_worker.outcome import Player
 from distaff_worker.registration import Registration
@@ -44,6 +45,7 @@ SUSPECTS_WAIT_S = 0.25
 MAX_DENIED = 10
 """One failure may be the fault of one job; after so many claims in a row the worker is of no use here."""
 TICK_S = 0.05
+ALIVE_S = 1.0
 TIDY_EVERY_S = 60.0
 UNWIND_S = 5.0
 """How long an interrupted play may take to clean up before it is left behind."""
@@ -63,13 +65,15 @@ class ServiceOptions:
     """End when the queue is empty and nothing runs."""
     max_groups: int = 0
     """End, gracefully, after so many settled items; 0: never."""
+    max_rss_bytes: int = 0
+    """End, gracefully, when the process has grown to so much; 0: never."""
 
 
 class Service:
     """One worker on one pool. `run` returns when it was told to stop and everything is settled or handed back.
 
     beats: a client for the heartbeats, with a shorter time-out, so that a connection that went silent does not cost the leases.
-    done: asked (on a thread) when there is nothing to do; True ends the worker.
+    done: asked (on a thread) when there is nothing to do; True ends the worker. alive: told by the loop, every ALIVE_S, that it turns.
     """
 
     def __init__(
@@ -81,8 +85,10 @@ class Service:
         metrics: Metrics,
         beats: redis.Redis | None = None,
         done: Callable[[], bool] | None = None,
+        alive: Callable[[], None] = lambda: None,
     ) -> None:
         self._options, self._player, self._metrics, self._done = options, player, metrics, done
+        self._alive = alive
         self._user = f"user {client.get_connection_kwargs().get('username') or 'default'!r}"
         self._killed = threading.Event()
         ttl_s = max(60, round(3 * options.lease_s))
@@ -181,7 +187,7 @@ class Service:
     # -- admission ---------------------------------------------------------------------------------------------------
 
     async def _admit(self) -> None:
-        while not self._stopping.is_set():
+        while not self._stopping.is_set() and not self._overgrown():
             free = self._options.slots - len(self._executions)
             if self._options.max_groups:
                 free = min(free, self._options.max_groups - self._executions.settled - len(self._executions))
@@ -199,6 +205,13 @@ class Service:
             if not leases and self._options.burst and not self._stopping.is_set():
                 self._freed.clear()
                 await self._freed.wait()
+
+    def _overgrown(self) -> bool:
+        limit_bytes = self._options.max_rss_bytes
+        if not limit_bytes or (used_bytes := rss_bytes()) < limit_bytes:
+            return False
+        log.info("worker.overgrown", rss_bytes=used_bytes, max_rss_bytes=limit_bytes)
+        return True
 
     async def _start_claimed(self, count: int) -> list[Lease] | None:
         """Claim and start; also what a claim brings that was on its way when the worker broke, so that it is handed back with the rest."""
@@ -326,9 +339,13 @@ class Service:
     # -- on the side -------------------------------------------------------------------------------------------------
 
     async def _keep_ticking(self) -> None:
+        told = 0.0
         while True:
             before = time.monotonic()
             self._tick = before
+            if before - told > ALIVE_S:
+                told = before
+                self._alive()
             await asyncio.sleep(TICK_S)
             self._metrics.loop_lag(max(0.0, time.monotonic() - before - TICK_S))
 

@@ -34,6 +34,7 @@ from distaff_worker.hosting.frames import Frame
 from distaff_worker.hosting.remote import Calls, RemoteModel
 from distaff_worker.hosting.stacks import STACK_SIGNAL
 from distaff_worker.hosting.watched import GROUP, watch
+from distaff_worker.memory import rss_bytes
 
 log = structlog.get_logger(__name__)
 SWITCH_INTERVAL_S = 0.001
@@ -83,7 +84,7 @@ def _load(opening: Frame, writer: asyncio.StreamWriter) -> Environment | None:
     collector.settle()
     _limit_memory(opening["memory_bytes"])
     identity = {"id": environment.id, "version": environment.version, "api": environment.api}
-    writer.write(frames.encode({"op": "loaded", "rss_bytes": _rss_bytes(), **identity}))
+    writer.write(frames.encode({"op": "loaded", "rss_bytes": rss_bytes(), **identity}))
     return environment
 
 
@@ -225,15 +226,7 @@ class Host:
 
 
 def _usage() -> dict[str, int]:
-    return {"rss_bytes": _rss_bytes(), "fds": _open_files(), "tasks": len(asyncio.all_tasks())}
-
-
-def _rss_bytes() -> int:
-    try:
-        with open("/proc/self/statm", "rb") as statm:
-            return int(statm.read().split()[1]) * resource.getpagesize()
-    except OSError:  # not Linux: the most it ever was
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"rss_bytes": rss_bytes(), "fds": _open_files(), "tasks": len(asyncio.all_tasks())}
 
 
 def _open_files() -> int:
