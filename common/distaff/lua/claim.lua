@@ -17,17 +17,33 @@ local suspects, looks = tonumber(ARGV[9]), redis.call('LLEN', KEYS[1])
 local claimed, refused = {}, {}
 for i = 10 + wanted, #ARGV do refused[ARGV[i]] = true end
 
--- What the run says of an item: 'open' (play it), 'emitted', or 'unknown' (the run was deleted).
+-- (run, seq) of a job id of ours, as `distaff.keys.parse_job_id`; nil for any other.
+local function place(id)
+  local run, digits = string.match(id, '^(.+)%-(%d%d%d%d%d%d%d%d%d+)$')
+  if not run or #run > 64 or not string.match(run, '^%w[%w_%-]*$') then return nil end
+  local seq = tonumber(digits)
+  if seq > 4294967295 or string.format('%09.0f', seq) ~= digits then return nil end
+  return run, seq
+end
+
+-- A counter in a hash that anybody may have written: digits, else '0'.
+local function count(value)
+  return value and #value <= 15 and string.match(value, '^%d+$') or '0'
+end
+
+-- What the run says of an item: 'open' (play it), 'emitted', 'revived', or 'unknown' (the run was deleted; or it was opened anew, and
+-- this is left over from its former life, because this one has not admitted the item yet).
 local function standing(run, seq)
   local prefix = ARGV[8] .. run
-  if redis.call('EXISTS', prefix .. ':state') == 0 then return 'unknown' end
+  if tonumber(redis.call('HGET', prefix .. ':state', 'admitted') or '0') <= seq then return 'unknown' end
   if redis.call('GETBIT', prefix .. ':settled', seq) == 0 then return 'open' end
   local letter = redis.call('HGET', prefix .. ':dead', seq)
   if not letter then return 'emitted' end
   redis.call('HDEL', prefix .. ':dead', seq)
   redis.call('SETBIT', prefix .. ':settled', seq, 0)
   redis.call('HINCRBY', prefix .. ':state', 'dead', -1)
-  if cjson.decode(letter)['kind'] == 'dropped' then redis.call('HINCRBY', prefix .. ':state', 'dropped', -1) end
+  local readable, content = pcall(cjson.decode, letter)
+  if readable and type(content) == 'table' and content['kind'] == 'dropped' then redis.call('HINCRBY', prefix .. ':state', 'dropped', -1) end
   return 'revived'
 end
 
@@ -35,16 +51,20 @@ while #claimed < wanted and looks > 0 do
   looks = looks - 1
   local id = redis.call('LPOP', KEYS[1])
   local job = ARGV[2] .. id
-  local fields = redis.call('HMGET', job, 'status', 'result_ttl', 'data', 'distaff_lost')
-  local suspect = tonumber(fields[4] or '0') >= 2
+  local fields = redis.pcall('HMGET', job, 'status', 'result_ttl', 'data', 'distaff_lost')
+  if fields['err'] then
+    -- No hash: none of ours, and forgotten. A key this user may not read (ACL): for a worker that may.
+    if not string.find(fields['err'], 'WRONGTYPE', 1, true) then redis.call('RPUSH', KEYS[1], id) end
+    fields = {}
+  end
+  local suspect = tonumber(count(fields[4])) >= 2
   if suspect and suspects > 0 and fields[1] == 'queued' then
     redis.call('RPUSH', KEYS[1], id)
   elseif fields[1] == 'queued' and fields[3] then
-    local run, seq = string.match(id, '^(.+)%-(%d+)$')
-    if run and tonumber(seq) > 4294967295 then run = nil end -- no bitmap has such a bit, so no run of ours
+    local run, seq = place(id)
     local life = run and redis.call('HGET', ARGV[8] .. run .. ':state', 'opened') or ''
     local mine = not (run and refused[run .. ' ' .. life])
-    local state = run and mine and standing(run, tonumber(seq)) or 'foreign'
+    local state = run and mine and standing(run, seq) or 'foreign'
     if not mine then
       redis.call('RPUSH', KEYS[1], id)
     elseif state == 'emitted' then
@@ -71,8 +91,9 @@ while #claimed < wanted and looks > 0 do
       redis.call('ZADD', KEYS[2], now + lease_ms / 1000, composite)
       redis.call('SADD', KEYS[3], composite)
       local marks = redis.call('HMGET', job, 'distaff_attempts', 'distaff_lost', 'distaff_first')
-      local version = run and redis.call('HGET', ARGV[8] .. run .. ':policy', 'version') or '0'
-      claimed[#claimed + 1] = {id, execution, fields[3], marks[1] or '0', marks[2] or '0', marks[3], version or '0', life}
+      local first = string.match(marks[3], '^%d%d?%d?%d?%d?%d?%d?%d?%d?%d?%d?%d?%.?%d*$') or tostring(now)
+      local version = run and redis.call('HGET', ARGV[8] .. run .. ':policy', 'version')
+      claimed[#claimed + 1] = {id, execution, fields[3], count(marks[1]), count(marks[2]), first, count(version), life}
     end
   end
 end
