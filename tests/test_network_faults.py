@@ -16,20 +16,26 @@ from distaff import GroupConsumer
 from distaff.clients import SOCKET_TIMEOUT_S, connect
 from distaff.environments.load import load
 from distaff.keys import RunKeys
-from distaff.types import ScoredGroup
+from distaff.types import RolloutItem, ScoredGroup
 from distaff_consumer import archive_command
 from distaff_consumer.reading import read_archive
 from distaff_producer.produce import Producer
+from distaff_worker.leases import Lease
+from distaff_worker.metrics import Metrics
+from distaff_worker.outcome import Outcome
+from distaff_worker.service import Service, ServiceOptions
+from distaff_worker.sweep import Sweeper
 from tests.archive_process import PlainArchive
 from tests.farm_support import make_worker, run_config, says, settled
 from tests.harness.byte_proxy import ByteProxy
-from tests.harness.oracle import check
+from tests.harness.oracle import check, check_settled
 from tests.harness.servers import RedisServer
 from tests.scripted_engine import Ask, Reply, ScriptedEngine
-from tests.worker_support import until
+from tests.test_service import working
+from tests.worker_support import POOL, ScriptedPlayer, emit_of, enqueue, open_run, until
 
 RUN = "run-1"
-ROWS = 12
+ROWS = 8
 REDIS_PAIRS = ("producer", "worker", "archiver", "trainer")
 PAIRS = (*REDIS_PAIRS, "engine", "service")
 """Who speaks through a proxy: four roles to Redis, the worker to the engine, the environment to its tool and judge."""
@@ -202,3 +208,33 @@ async def test_a_farm_whose_whole_network_fails_heals_by_itself(tmp_path: Path, 
 async def test_any_one_pair_heals_by_itself(tmp_path: Path, pair: str, fault: str) -> None:
     """The matrix, with the patience that processes have."""
     await _suffer(tmp_path, fault, (pair,), timeout_s=SOCKET_TIMEOUT_S)
+
+
+async def test_a_half_open_connection_costs_a_worker_no_lease(tmp_path: Path) -> None:
+    """What the worker says over its main client hangs for 30 s; the heartbeats have a client of their own and go on with everything they do."""
+    held = asyncio.Event()
+
+    async def play(lease: Lease, item: RolloutItem) -> Outcome:
+        await held.wait()
+        return emit_of(item)
+
+    with RedisServer(tmp_path, tcp=True) as server, ByteProxy("127.0.0.1", _port(server.url), scheme="redis") as proxy:
+        direct = server.client()
+        open_run(direct, RUN)
+        enqueue(direct, RUN, 4)
+        sweeper = Sweeper(direct, pool=POOL)
+        with connect(proxy.url) as client, connect(server.url, socket_timeout_s=1) as beats:
+            options = ServiceOptions(pool=POOL, name="w1", slots=4, lease_s=1.5, beat_s=0.25, drain_s=5.0)
+            service = Service(client, options=options, player=ScriptedPlayer(play), metrics=Metrics(), beats=beats)
+            async with working(service):
+                await until(lambda: direct.zcard("rq:wip:default") == 4)
+                await until(lambda: proxy.open_connections >= 2)
+                proxy.half_open()
+                for _ in range(30):
+                    assert await asyncio.to_thread(sweeper.sweep) == 0
+                    await asyncio.sleep(0.15)
+                held.set()
+                proxy.heal()
+                await until(lambda: direct.xlen(RunKeys(RUN).groups) == 4, seconds=20)
+        check_settled(direct, RUN)
+        assert direct.hget(RunKeys(RUN).state, "lost") is None

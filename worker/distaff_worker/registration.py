@@ -26,6 +26,7 @@ log = structlog.get_logger(__name__)
 class Registration(BaseWorker):
     """One registered worker on one queue.
 
+    beats: the heartbeats' client, which does the announcements too: they must not wait for a connection that went silent.
     on_stop: called on RQ's pubsub thread with (job id, execution id or None) for stop-job and stop-execution commands.
     on_shutdown: called there for a shutdown command.
     """
@@ -39,32 +40,44 @@ class Registration(BaseWorker):
         pool: str,
         name: str,
         ttl_s: int,
+        beats: redis.Redis,
         on_stop: Callable[[str, str | None], None],
         on_shutdown: Callable[[], None],
     ) -> None:
         self._ttl_s = ttl_s
         self._on_stop, self._on_shutdown = on_stop, on_shutdown
+        self._beats = beats
         super().__init__([pool], name=name, connection=client, serializer=JSONSerializer, worker_ttl=ttl_s)
 
     @property
     def connection_timeout(self) -> int:
-        return 30
+        """RQ raises a client's time-out to this one; ours are chosen with care."""
+        return 1
 
     def birth(self) -> None:
-        """Register and subscribe. Raises ValueError when a live worker has this name, redis.RedisError."""
-        self.register_birth()  # type: ignore[no-untyped-call]
+        """Register and subscribe; may be repeated after redis.RedisError. Raises ValueError when a live worker has this name."""
+        try:
+            self.register_birth()  # type: ignore[no-untyped-call]
+        except ValueError:
+            if self.birth_date is None:
+                raise
+            self._register_again()  # the one who has our name is us: an earlier try whose reply was lost
         self.connection.expire(self.key, self._ttl_s)
-        self.subscribe()
+        if self.pubsub_thread is None:
+            self.subscribe()
         self.set_state(WorkerStatus.IDLE)
 
     def death(self) -> None:
-        self.register_death()  # type: ignore[no-untyped-call]
-        self.unsubscribe()  # type: ignore[no-untyped-call]
+        """Raises redis.RedisError; the thread that listens for commands is ended all the same."""
+        try:
+            self.register_death()  # type: ignore[no-untyped-call]
+        finally:
+            self.unsubscribe()  # type: ignore[no-untyped-call]
 
     def announce(self, extra: Mapping[str, Any]) -> None:
         """Refresh the heartbeat and our own fields; register again when the hash had expired. Raises redis.RedisError."""
         self.last_heartbeat = now()
-        with self.connection.pipeline(transaction=False) as pipeline:
+        with self._beats.pipeline(transaction=False) as pipeline:
             pipeline.hexists(self.key, "birth")
             fields: dict[Any, Any] = {"last_heartbeat": utcformat(self.last_heartbeat), **extra}
             pipeline.hset(self.key, mapping=fields)
@@ -74,7 +87,7 @@ class Registration(BaseWorker):
             self._register_again()
 
     def _register_again(self) -> None:
-        with self.connection.pipeline() as pipeline:
+        with self._beats.pipeline() as pipeline:
             pipeline.hset(self.key, mapping={**self.serialize(), "state": self.get_state()})
             worker_registration.register(self, pipeline)
             pipeline.expire(self.key, self._ttl_s)

@@ -98,6 +98,7 @@ class Service:
                 pool=options.pool,
                 name=options.name,
                 ttl_s=ttl_s,
+                beats=beats or client,
                 on_stop=self._stop_from_thread,
                 on_shutdown=lambda: self._from_thread(self._on_signal),
             ),
