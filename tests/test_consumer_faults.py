@@ -251,6 +251,7 @@ def test_a_consumer_whose_group_was_flushed_begins_again(client: redis.Redis) ->
         held = [next(consumer), next(consumer)]
         client.flushall()
         append_groups(client, _groups(0, 3))
+        client.hset(KEYS.state, "opened", "1790000001.0")
         assert [delivery.group.seq for delivery in consumer] == [0, 1, 2]
         assert consumer.ack(*held) == 0
 

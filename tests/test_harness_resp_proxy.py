@@ -388,6 +388,16 @@ def test_cut_all_ends_every_connection_and_new_ones_are_welcome(proxy: RespProxy
     wait_until(lambda: proxy.connections == 0)
 
 
+def test_a_proxy_that_is_turned_to_another_server_keeps_its_address(redis_url: str, tmp_path: Path) -> None:
+    """Old connections are cut; a client that connects again is there."""
+    with RedisServer(tmp_path) as other, RespProxy(redis_url) as proxy, plain(proxy) as client:
+        other.client().set("who", "other")
+        assert client.get("who") is None
+        proxy.retarget(other.url)
+        wait_until(lambda: proxy.connections == 0)
+        assert client.get("who") == b"other"
+
+
 def test_a_server_that_is_away_is_a_closed_connection(tmp_path: Any) -> None:
     """As without the proxy."""
     with RespProxy(f"unix://{tmp_path}/nobody.sock?db=0") as proxy, connect(proxy.url) as client:

@@ -75,6 +75,8 @@ class ConsumerCore:
         require(claim_idle_s > 0 and reconnect_s >= 0, "claim_idle_s must be above 0 and reconnect_s not below")
         self.run, self.group = run, group
         self.name = consumer or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.user = "the user of this connection"
+        """Whom Redis knows us as, for messages."""
         self.parked = 0
         """Deliveries this consumer gave up."""
         self.duplicates = 0
@@ -84,7 +86,10 @@ class ConsumerCore:
         self._claim_idle_s, self._block_s, self._reconnect_s = claim_idle_s, block_s, reconnect_s
         self._max_bytes, self._messages, self._clock = max_bytes, messages, clock
         self._buffer: deque[_Entry] = deque()
-        self._held: set[str] = set()
+        self._held: dict[str, int] = {}
+        """Entries in the caller's hands, and the numbers of their items."""
+        self._twins: dict[int, list[str]] = {}
+        """Later entries of a group that is in the caller's hands; they are acknowledged with it."""
         self._seen = SeenNumbers()
         self._backlog: str | None = "-"
         """Where to go on looking for entries that are ours already; None when all of them are known."""
@@ -131,9 +136,12 @@ class ConsumerCore:
 
     def acknowledge(self, deliveries: Iterable[Delivery]) -> Steps[int]:
         """Acknowledge, then free what every consumer group has acknowledged; the number that was pending."""
-        ids = [delivery.entry_id for delivery in deliveries]
+        ids: list[str] = []
+        for delivery in deliveries:
+            ids += [delivery.entry_id, *self._twins.get(delivery.group.seq, ())]
         acknowledged, _ = yield from self._reliable(RunScript("free", [self._keys.groups], [self.group, *ids]))
-        self._held.difference_update(ids)
+        for entry_id in ids:
+            self._twins.pop(self._held.pop(entry_id, -1), None)
         return int(acknowledged)
 
     def leave(self) -> Steps[None]:
@@ -217,7 +225,7 @@ class ConsumerCore:
         Where to go on looking; None when nothing of `rows` was claimed. One at a time, because a claim counts as a delivery: an entry
         at which consumers die must not use up the deliveries of its neighbours.
         """
-        known = self._held.union(entry.id for entry in self._buffer)
+        known = self._held.keys() | {entry.id for entry in self._buffer}
         for row in rows:
             entry_id, deliveries = _id(row["message_id"]), int(row["times_delivered"])
             if entry_id in known:
@@ -247,15 +255,28 @@ class ConsumerCore:
             self._buffer.popleft()
             return None
         if group.seq in self._seen and not (yield from self._run_began_anew()):
-            yield from self._reliable(RunScript("free", [self._keys.groups], [self.group, entry.id]))
-            self._buffer.popleft()
-            self.duplicates += 1
-            log.info("delivery.duplicate_acknowledged run=%s seq=%d entry=%s", self.run, group.seq, entry.id)
+            yield from self._duplicate(entry, group.seq)
             return None
+        if self._opened is None:  # it came before the run, whose numbers it remembers from here on
+            (self._opened,) = yield from self._reliable(Call("hmget", (self._keys.state, ["opened"])))
         self._buffer.popleft()
         self._seen.add(group.seq)
-        self._held.add(entry.id)
+        self._held[entry.id] = group.seq
         return Delivery(group=group, entry_id=entry.id, deliveries=entry.deliveries)
+
+    def _duplicate(self, entry: _Entry, seq: int) -> Steps[None]:
+        """Take an entry whose group was yielded before off the buffer, acknowledged unless the caller has not done that with the group.
+
+        Redis that lost the end of its log delivers anew what it does not know to have delivered, or to have had at all.
+        """
+        if seq not in self._held.values():
+            yield from self._reliable(RunScript("free", [self._keys.groups], [self.group, entry.id]))
+        elif entry.id not in self._held:
+            self._held[entry.id] = seq
+            self._twins.setdefault(seq, []).append(entry.id)
+        self._buffer.popleft()
+        self.duplicates += 1
+        log.info("delivery.duplicate run=%s seq=%d entry=%s", self.run, seq, entry.id)
 
     def _decode(self, fields: Mapping[Any, Any]) -> ScoredGroup:
         group = decode_group(fields, max_bytes=self._max_bytes, messages=self._messages)
@@ -293,11 +314,16 @@ class ConsumerCore:
         """Whether every pending entry of the consumer group is in the hands of this consumer's caller."""
         summary = yield from self._reliable(Call("xpending", (self._keys.groups, self.group)))
         counts = {_id(row["name"]): int(row["pending"]) for row in summary["consumers"]}
-        if counts.pop(self.name, 0) > len(self._held):
+        if counts.pop(self.name, 0) and (yield from self._unknown_are_ours()):
             self._backlog = "-"
         if counts:
             yield Pause(self._block_s)
         return not counts and self._backlog is None
+
+    def _unknown_are_ours(self) -> Steps[bool]:
+        """Whether entries are pending for us that are not in the caller's hands."""
+        rows, _ = yield from self._pending_page("-", len(self._held) + 1, {"consumername": self.name})
+        return any(_id(row["message_id"]) not in self._held for row in rows)
 
     def _run_began_anew(self) -> Steps[bool]:
         """Whether this is another run of the same name (deleted and opened again): its numbers start again, too."""
@@ -305,8 +331,13 @@ class ConsumerCore:
         known, self._opened = self._opened, opened
         if known is None or opened == known:
             return False
-        self._seen.clear()
+        self._forget()
         return True
+
+    def _forget(self) -> None:
+        self._held.clear()
+        self._twins.clear()
+        self._seen.clear()
 
     # Redis, present or not
 
@@ -316,7 +347,12 @@ class ConsumerCore:
             try:
                 return (
                     yield from until_answered(
-                        step, budget_s=self._reconnect_s, clock=self._clock, full=full, on_failure=self._count_failure
+                        step,
+                        budget_s=self._reconnect_s,
+                        clock=self._clock,
+                        full=full,
+                        on_failure=self._count_failure,
+                        user=self.user,
                     )
                 )
             except exceptions.ResponseError as error:
@@ -328,12 +364,15 @@ class ConsumerCore:
         self._failures += 1
 
     def _rejoin(self) -> Steps[None]:
-        """The consumer group is gone (Redis was flushed or the run deleted): begin again."""
+        """The consumer group is gone: begin again. What was yielded of the run counts unless it is another run by now.
+
+        It is the same one when Redis lost the end of its log, and another when the run was deleted or Redis flushed.
+        """
         log.warning("group.recreated run=%s group=%s", self.run, self.group)
-        self._held.clear()
-        self._seen.clear()
-        self._opened = None
+        known, self._opened = self._opened, None
         yield from self.join()
+        if known is None or self._opened != known:
+            self._forget()
 
 
 def require(condition: object, message: str) -> None:

@@ -153,6 +153,15 @@ class RespProxy:
         """Cut every connection there is; new ones are welcome."""
         self._thread.call(self._cut)
 
+    def retarget(self, upstream_url: str) -> None:
+        """Cut every connection; new ones reach another server: what a failover looks like to clients of one address."""
+
+        def turn() -> None:
+            self._upstream = urlsplit(upstream_url)
+            self._cut()
+
+        self._thread.call(turn)
+
     def _change(self, to: Weather) -> None:
         def change() -> None:
             self._weather.hole, self._weather.delay_s, self._weather.bytes_per_s = to.hole, to.delay_s, to.bytes_per_s

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import random
 import shutil
 import signal
@@ -52,7 +53,7 @@ def binary_of(kind: Kind) -> str | None:
 
 
 KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if binary_of(kind) is not None)
-"""What can run here, for `pytest.mark.parametrize`; a gate that must have all says so in DISTAFF_REQUIRE_KINDS."""
+"""What can run here, for `pytest.mark.parametrize`; a gate that must have all says so in REQUIRE_KINDS."""
 
 
 class RedisServer:
@@ -181,6 +182,18 @@ class RedisServer:
     def maxmemory(self, size_bytes: int) -> None:
         """Set the limit; 0 takes it away."""
         self.client().config_set("maxmemory", size_bytes)
+
+    @property
+    def aof(self) -> Path:
+        """The newest file of the append-only log, the one that is being written."""
+        files = (self.folder / "appendonlydir").glob("*.incr.aof")
+        return max(files, key=lambda path: int(path.name.split(".")[-3]))
+
+    def lose_tail(self, keep_bytes: int) -> None:
+        """What a power cut does: of the newest part of the log only so many bytes are left. The server must not run."""
+        if self._process is not None:
+            raise RuntimeError("kill the server first")
+        os.truncate(self.aof, keep_bytes)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is None:
