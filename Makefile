@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-faults-all lint bench base-wheel compose-test constraints clean
+.PHONY: help demo test test-faults-all soak lint bench base-wheel compose-test constraints clean
 
 help: ## what the commands are
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -19,6 +19,10 @@ test: $(VENV)/.dev ## the whole test suite
 
 test-faults-all: $(VENV)/.dev ## every crash point of every role, some minutes; `make test` plays every fifth
 	@$(BIN)/python -m pytest -m exhaustive -s
+
+MINUTES ?= 30
+soak: $(VENV)/.dev ## half an hour of random faults on a whole farm (MINUTES=2 for less, SEED=n to replay); docs/soak.md
+	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 lint: $(VENV)/.dev ## ruff, mypy, import contracts
 	@$(BIN)/ruff check .
