@@ -6,7 +6,6 @@ is atomic and settles an item once. Jobs of others on the queue are left alone.
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from json import dumps
 from typing import Any
@@ -85,7 +84,8 @@ class CanceledItems:
     def _letter(self, name: str) -> DeadLetter:
         marks: Any = self._client.hmget(f"{JOB_PREFIX}{name}", "data", "distaff_attempts", "distaff_first")
         data, attempts, first = marks
-        ended = time.time()
+        seconds, micros = self._client.time()
+        ended = seconds + micros / 1e6
         return DeadLetter(
             item=_item(data or b"", name),
             kind="stopped",

@@ -85,9 +85,10 @@ class Claimer:
                 first=float(first),
                 policy_version=int(version),
                 claimed=claimed,
+                at=float(at),
                 life=life.decode(),
             )
-            for job_id, execution_id, data, attempts, lost, first, version, life in answer
+            for job_id, execution_id, data, attempts, lost, first, version, life, at in answer
         ]
 
     def wait(self, seconds: float) -> bool:

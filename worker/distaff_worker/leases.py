@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +30,8 @@ class Lease:
     """Published policy version at the moment of the claim."""
     claimed: float
     """time.monotonic() of the claim."""
+    at: float
+    """Unix seconds of the claim, on the server's clock as all times that are stored or shown."""
     life: str = ""
     """When its run was opened: one that was deleted and opened anew under the same name is another run."""
 
@@ -36,6 +39,11 @@ class Lease:
     def place(self) -> tuple[str, int]:
         """(run, seq) of the item, ("", 0) for a job that is none of ours."""
         return parse_job_id(self.job_id) or ("", 0)
+
+    @property
+    def server_time(self) -> float:
+        """Unix seconds now on the server's clock, as far as the claim told."""
+        return self.at + time.monotonic() - self.claimed
 
     @property
     def suspect(self) -> bool:

@@ -5,7 +5,6 @@ Invariant: every message that leaves here is redacted and bounded.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import cast
@@ -42,7 +41,7 @@ class Letters:
             message=_bounded(message),
             attempts=lease.attempts + 1,
             first=lease.first,
-            last=time.time(),
+            last=max(lease.server_time, lease.first),
             worker=self._worker,
         )
         return Bury(letter=letter, status="stopped" if kind == "stopped" else "failed", dropped=kind == "dropped")

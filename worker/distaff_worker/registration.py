@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import redis
@@ -15,7 +16,7 @@ import structlog
 from rq import worker_registration
 from rq.command import parse_payload
 from rq.serializers import JSONSerializer
-from rq.utils import now, utcformat
+from rq.utils import utcformat
 from rq.worker.base import BaseWorker, WorkerStatus
 
 from distaff_worker.rq_schema import JSONQueue
@@ -45,6 +46,8 @@ class Registration(BaseWorker):
         on_shutdown: Callable[[], None],
     ) -> None:
         self._ttl_s = ttl_s
+        self._ahead_s: float | None = None
+        """The server's clock minus time.monotonic(); None until it was asked."""
         self._on_stop, self._on_shutdown = on_stop, on_shutdown
         self._beats = beats
         super().__init__([pool], name=name, connection=client, serializer=JSONSerializer, worker_ttl=ttl_s)
@@ -76,15 +79,24 @@ class Registration(BaseWorker):
 
     def announce(self, extra: Mapping[str, Any]) -> None:
         """Refresh the heartbeat and our own fields; register again when the hash had expired. Raises redis.RedisError."""
-        self.last_heartbeat = now()
+        self.last_heartbeat = self._server_time()
         with self._beats.pipeline(transaction=False) as pipeline:
             pipeline.hexists(self.key, "birth")
             fields: dict[Any, Any] = {"last_heartbeat": utcformat(self.last_heartbeat), **extra}
             pipeline.hset(self.key, mapping=fields)
             pipeline.expire(self.key, self._ttl_s)
-            known, *_ = pipeline.execute()
+            pipeline.time()
+            known, *_, (seconds, micros) = pipeline.execute()
+        self._ahead_s = seconds + micros / 1e6 - time.monotonic()
         if not known:
             self._register_again()
+
+    def _server_time(self) -> datetime:
+        """Now on the server's clock: whoever reads the heartbeat compares it with that, and ours may be hours off."""
+        if self._ahead_s is None:
+            seconds, micros = self._beats.time()
+            self._ahead_s = seconds + micros / 1e6 - time.monotonic()
+        return datetime.fromtimestamp(time.monotonic() + self._ahead_s, UTC)
 
     def _register_again(self) -> None:
         with self._beats.pipeline() as pipeline:

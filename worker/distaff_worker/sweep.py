@@ -42,6 +42,7 @@ class Sweeper:
     def tidy(self) -> None:
         """RQ's own housekeeping that is safe without a lock: expired entries of the finished and failed registries, dead workers."""
         queue = JSONQueue(self._pool, connection=self._client)
-        FinishedJobRegistry(queue=queue).cleanup()
-        FailedJobRegistry(queue=queue).cleanup()
+        server_s, _ = self._client.time()
+        FinishedJobRegistry(queue=queue).cleanup(server_s)
+        FailedJobRegistry(queue=queue).cleanup(server_s)
         worker_registration.clean_worker_registry(queue)

@@ -8,7 +8,7 @@
 -- ARGV  1 n  2 job key prefix  3 execution key prefix  4 executions key prefix  5 worker name  6 ISO time  7 lease in ms
 --       8 run key prefix  9 suspects this worker plays already  10.. n execution ids, then the runs it refuses, each
 --       "<run> <life>"; the life of a run is when it was opened, so that one that was opened anew is another run
--- returns 0 when suspended, else a list of {job id, execution id, data, attempts, lost, first attempt, policy version, life}
+-- returns 0 when suspended, else a list of {job id, execution id, data, attempts, lost, first attempt, policy version, life, time now}
 if redis.call('EXISTS', KEYS[6]) == 1 then return 0 end
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1e6
@@ -28,7 +28,7 @@ end
 
 -- A counter in a hash that anybody may have written: digits, else '0'.
 local function count(value)
-  return value and #value <= 15 and string.match(value, '^%d+$') or '0'
+  return value and #value <= 19 and string.match(value, '^%d+$') or '0'
 end
 
 -- What the run says of an item: 'open' (play it), 'emitted', 'revived', or 'unknown' (the run was deleted; or it was opened anew, and
@@ -68,7 +68,7 @@ while #claimed < wanted and looks > 0 do
     if not mine then
       redis.call('RPUSH', KEYS[1], id)
     elseif state == 'emitted' then
-      local ttl = tonumber(fields[2] or '600')
+      local ttl = tonumber(fields[2] or '') or 600
       redis.call('HSET', job, 'status', 'finished')
       redis.call('EXPIRE', job, ttl)
       redis.call('ZADD', KEYS[5], clock[1] + ttl, id)
@@ -93,7 +93,8 @@ while #claimed < wanted and looks > 0 do
       local marks = redis.call('HMGET', job, 'distaff_attempts', 'distaff_lost', 'distaff_first')
       local first = string.match(marks[3], '^%d%d?%d?%d?%d?%d?%d?%d?%d?%d?%d?%d?%.?%d*$') or tostring(now)
       local version = run and redis.call('HGET', ARGV[8] .. run .. ':policy', 'version')
-      claimed[#claimed + 1] = {id, execution, fields[3], count(marks[1]), count(marks[2]), first, count(version), life}
+      claimed[#claimed + 1] = {id, execution, fields[3], count(marks[1]), count(marks[2]), first, count(version), life,
+                               string.format('%.6f', now)}
     end
   end
 end
