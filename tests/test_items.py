@@ -137,6 +137,14 @@ def test_a_set_that_was_not_infinite_ends_where_it_ends() -> None:
     assert (source.total, source.available) == (3, 3)
 
 
+def nested(depth: int) -> Any:
+    """Lists and objects in turn, so many inside one another."""
+    value: Any = 0
+    for level in range(depth):
+        value = [value] if level % 2 else {"k": value}
+    return value
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -148,6 +156,11 @@ def test_a_set_that_was_not_infinite_ends_where_it_ends() -> None:
         ({"a": (1, 2)}, "column 'a' holds a builtins.tuple"),
         ({"a": "x\ud800"}, "column 'a' holds text that is not Unicode .* character 1"),
         ({3: "x"}, "the column name 3 is not a string"),
+        ({"a": {"x\ud800": 1}}, "column 'a' holds text that is not Unicode"),
+        ({"x\ud800": 1}, "column .* holds text that is not Unicode"),
+        ({"a": [10**5000]}, r"column 'a\[0\]' holds an integer of 16610 bits"),
+        ({"a": nested(101)}, "column 'a' is nested more than 100 deep"),
+        ({"a": nested(100_000)}, "column 'a' is nested more than 100 deep"),
     ],
 )
 def test_a_row_that_is_not_json_is_refused_by_column(row: dict[Any, Any], message: str) -> None:
@@ -159,6 +172,7 @@ def test_a_row_that_is_not_json_is_refused_by_column(row: dict[Any, Any], messag
 def test_json_rows_pass() -> None:
     """Every kind of JSON value is accepted as it is."""
     check_row({"a": None, "b": True, "c": 2**80, "d": -1.5, "e": "é\u2028", "f": [{}, []], "g": {"": ""}}, place="row")
+    check_row({"a": nested(100)}, place="row")
 
 
 def test_a_dataset_that_raises_is_named() -> None:

@@ -9,97 +9,11 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from distaff.errors import AlignmentError, CodecMissing, GroupTooLarge, SchemaVersionError, WireError
-from distaff.keys import job_id
-from distaff.types import Mode, Rollout, SampleArrays, ScoredGroup, TrainingSample
+from distaff.types import Mode, ScoredGroup
 from distaff.wire import Compression, check_group, decode_group, encode_group
 from tests.group_support import as_read, assert_same_group, make_group
-
-# Text of any kind; a high surrogate directly before a low one is left out, because JSON knows that pair as one character.
-TEXT = st.text(st.characters(exclude_categories=[]), max_size=20).filter(
-    lambda text: text == text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
-)
-NUMBER = st.floats(allow_nan=False, allow_infinity=False)
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | NUMBER | TEXT,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-    max_leaves=8,
-)
-PLAIN = make_group(rollouts=2, failed=1, tokens=4)
-OBJECT = st.dictionaries(TEXT, JSON, max_size=4)
-
-
-@st.composite
-def rollouts(draw: st.DrawFn, index: int) -> Rollout:
-    changed: Rollout = replace(
-        draw(st.sampled_from(PLAIN.rollouts)),
-        index=index,
-        reward=draw(st.none() | NUMBER),
-        metrics=draw(st.dictionaries(TEXT, NUMBER, max_size=4)),
-        timings=draw(st.dictionaries(TEXT, NUMBER, max_size=2)),
-        turns=draw(st.integers(0, 100)),
-        truncated=draw(st.booleans()),
-        stop_condition=draw(TEXT),
-        messages=draw(st.lists(OBJECT, max_size=3)),
-        tools=draw(st.sampled_from([[], [{"a": 1}], [{"b": [None]}, {}]])),
-        answer=draw(st.none() | TEXT),
-        seat=draw(TEXT),
-    )
-    return changed
-
-
-@st.composite
-def samples(draw: st.DrawFn, *, rollout_count: int, vocab_size: int, with_logprobs: bool) -> TrainingSample:
-    length = draw(st.integers(0, 40))
-    mask = np.array(draw(st.lists(st.booleans(), min_size=length, max_size=length)), np.bool_)
-    logprobs = draw(st.lists(st.floats(-50, 0, width=32), min_size=length, max_size=length))
-    return TrainingSample(
-        token_ids=np.array(draw(st.lists(st.integers(0, vocab_size - 1), min_size=length, max_size=length)), np.int32),
-        loss_mask=mask,
-        logprobs=np.where(mask, np.array(logprobs, np.float32), np.float32(0)) if with_logprobs else None,
-        advantage=draw(st.floats(-10, 10, width=32)),
-        rollout=draw(st.integers(0, rollout_count - 1)),
-        branch=draw(st.integers(0, 3)),
-    )
-
-
-@st.composite
-def groups(draw: st.DrawFn) -> ScoredGroup:
-    mode: Mode = draw(st.sampled_from(["rl", "sft", "eval"]))
-    count = draw(st.integers(1, 4))
-    vocab_size = draw(st.integers(1, 2**31 - 1))
-    arrays = SampleArrays.concatenate(
-        []
-        if mode == "eval"
-        else draw(
-            st.lists(samples(rollout_count=count, vocab_size=vocab_size, with_logprobs=mode == "rl"), max_size=5)
-        ),
-        with_logprobs=mode == "rl",
-    )
-    seq = draw(st.integers(0, 10**12))
-    group: ScoredGroup = replace(
-        PLAIN,
-        seq=seq,
-        group_id=job_id("run", seq),
-        mode=mode,
-        vocab_size=vocab_size,
-        task=draw(OBJECT),
-        temperature=draw(st.floats(0, 10)),
-        worker=draw(TEXT),
-        rollouts=[draw(rollouts(index)) for index in range(count)],
-        samples=arrays,
-    )
-    return group
-
-
-@settings(max_examples=40, deadline=None)
-@given(group=groups(), compression=st.sampled_from(["none", "zstd"]))
-def test_a_group_is_the_same_after_the_wire(group: ScoredGroup, compression: Compression) -> None:
-    """Every field, every dtype and any text, lone surrogates included, comes back."""
-    assert_same_group(decode_group(as_read(encode_group(group, compression=compression))), group)
 
 
 @pytest.mark.parametrize("mode", ["rl", "sft", "eval"])

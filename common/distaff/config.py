@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from distaff.keys import RUN_NAME
+from distaff.plain import find_unplain
 from distaff.redaction import NAMES_OF_SECRETS, is_secret_name
-from distaff.types import Mode, Split
+from distaff.types import MAX_ITEM_BYTES, Mode, Split
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -26,6 +27,15 @@ class Section(BaseModel):
     """A block of settings; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="after")
+    def _storable(self) -> Self:
+        """What is stored for the workers must come back as it is: TOML has nan, and an argument any bytes."""
+        values = {name: value for name, value in self if not isinstance(value, BaseModel)}
+        found = find_unplain(values, "")
+        if found:
+            raise ValueError(f"{found.path.removeprefix('.')} {found.problem}")
+        return self
 
 
 class RunSection(Section):
@@ -179,7 +189,7 @@ class ProducerSection(Section):
     """Bound on items queued + running + groups not yet acknowledged by every consumer group."""
     batch: Count = 64
     """Items admitted in one step."""
-    max_item_bytes: Count = 1 << 20
+    max_item_bytes: Annotated[int, Field(ge=1, le=MAX_ITEM_BYTES)] = 1 << 20
     replacements: Annotated[int, Field(ge=0)] = 0
     """Further items admitted in place of dropped groups; 0: as many as the run has items."""
 

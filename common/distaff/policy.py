@@ -5,8 +5,10 @@ Invariant: the version of a run never goes backwards, whoever publishes and in w
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import SupportsIndex
 
 import redis
 import redis.asyncio
@@ -17,20 +19,22 @@ from distaff.keys import RunKeys
 from distaff.scripts import register, register_async
 
 _SCRIPT = "publish_policy"
+MAX_VERSION = 2**63 - 1
+"""What the wire format holds."""
 
 
-def publish_policy_version(client: redis.Redis, run: str, version: int) -> bool:
+def publish_policy_version(client: redis.Redis, run: str, version: SupportsIndex) -> bool:
     """Say that the engines serve `version` (an integer >= 0) from now on.
 
     False when a later version stands already, which then stays. Publishing the same version again is harmless.
-    Raises ConfigurationError for a version below 0, RedisUnavailable when Redis does not answer (call it again).
+    Raises ConfigurationError for a version that is no integer >= 0, RedisUnavailable when Redis does not answer (call it again).
     """
     args = [_checked(version)]
     with _answering():
         return bool(register(client, _SCRIPT)(keys=[RunKeys(run).policy], args=args))
 
 
-async def publish_policy_version_async(client: redis.asyncio.Redis, run: str, version: int) -> bool:
+async def publish_policy_version_async(client: redis.asyncio.Redis, run: str, version: SupportsIndex) -> bool:
     """As `publish_policy_version`."""
     args = [_checked(version)]
     with _answering():
@@ -63,7 +67,13 @@ def _answering() -> Iterator[None]:
         ) from None
 
 
-def _checked(version: int) -> int:
-    if version < 0:
-        raise ConfigurationError(f"the policy version {version} is below 0: count training steps from 0 or 1 upwards")
-    return version
+def _checked(version: SupportsIndex) -> int:
+    try:
+        number = operator.index(version)  # a trainer's counter may be numpy's or torch's
+    except TypeError:
+        raise ConfigurationError(f"the policy version {version!r} is not an integer: count training steps") from None
+    if not 0 <= number <= MAX_VERSION:
+        raise ConfigurationError(
+            f"the policy version {number} is below 0 or above {MAX_VERSION}: count training steps from 0 or 1 upwards"
+        )
+    return number

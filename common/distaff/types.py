@@ -48,6 +48,10 @@ DeadKind = Literal[
 ]
 
 
+MAX_ITEM_BYTES = 16 << 20
+"""Of an item as JSON; producer.max_item_bytes may be less."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutItem:
     """One dataset row to be played, as it waits on the queue (JSON)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from rq.defaults import RQ_KEY_PREFIX
@@ -21,11 +22,16 @@ from rq.suspension import WORKERS_SUSPENDED
 
 from distaff.errors import WireError
 from distaff.keys import parse_job_id
-from distaff.types import RolloutItem
+from distaff.plain import MAX_DEPTH as MAX_ROW_DEPTH
+from distaff.types import MAX_ITEM_BYTES, RolloutItem
 
 JOB_FUNCTION = "distaff_worker.job.play"
 """The only function name a job may carry; it is a name, it is never called by it."""
-MAX_PAYLOAD_BYTES = 64 << 20
+MAX_PAYLOAD_BYTES = 2 * MAX_ITEM_BYTES
+"""Of the JSON text: an item, and room for what encloses it."""
+MAX_DEPTH = MAX_ROW_DEPTH + 8
+FREE_CONTAINERS, BYTES_PER_CONTAINER = 200_000, 24
+"""Beyond the first a text may open one list or object in so many bytes, or it would grow thirtyfold in memory."""
 JOB_PREFIX: str = Job.redis_job_namespace_prefix
 EXECUTION_PREFIX = f"{RQ_KEY_PREFIX}:execution:"
 EXECUTIONS_PREFIX = f"{RQ_KEY_PREFIX}:executions:"
@@ -97,13 +103,14 @@ def pack_exception(text: str) -> str:
 def decode_job(data: bytes, *, job_id: str) -> RolloutItem:
     """The item in the `data` field of the job `job_id`. Raises WireError for anything that is not one of our jobs."""
     try:
-        payload = json.loads(_inflate(data))
-    except (ValueError, RecursionError, zlib.error) as error:
+        payload = json.loads(_bounded(_inflate(data)), parse_constant=_refuse_constant)
+        _check_depth(payload)
+    except (ValueError, RecursionError) as error:
         raise WireError(
             f"the job is not JSON ({type(error).__name__}); distaff jobs are made by `distaff produce`"
         ) from None
     match payload:
-        case [str(function), None, [], {"item": dict(item)}] if function == JOB_FUNCTION:
+        case [str(function), None, [], {"item": dict(item), **others}] if function == JOB_FUNCTION and not others:
             return _item(item, job_id)
     raise WireError("the job does not come from `distaff produce`: only its own jobs may be on a pool's queue")
 
@@ -115,14 +122,45 @@ def unknown_item(job_id: str) -> RolloutItem:
 
 
 def _inflate(data: bytes) -> bytes:
+    """As RQ: what is not compressed is taken as it is."""
     try:
         inflater = zlib.decompressobj()
         plain = inflater.decompress(data, MAX_PAYLOAD_BYTES)
     except zlib.error:
-        return data
-    if inflater.unconsumed_tail:
+        plain = data
+    else:
+        if not inflater.eof or inflater.unused_data:
+            raise ValueError("too large, or damaged")
+    if len(plain) > MAX_PAYLOAD_BYTES:
         raise ValueError("too large")
     return plain
+
+
+def _bounded(text: bytes) -> bytes:
+    containers = text.count(b"[") + text.count(b"{")
+    if containers > FREE_CONTAINERS and containers > len(text) // BYTES_PER_CONTAINER:
+        raise ValueError("too many lists and objects")
+    return text
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_depth(value: object) -> None:
+    """Raise ValueError for what is nested too deep to be copied, encoded and shown elsewhere: recursion ends at some depth everywhere."""
+    level: list[object] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return
+    raise ValueError("nested too deep")
+
+
+def _inside(value: object) -> Iterable[object]:
+    if isinstance(value, list):
+        return value
+    return value.values() if isinstance(value, dict) else ()
 
 
 def _item(values: dict[str, object], job_id: str) -> RolloutItem:
@@ -135,9 +173,19 @@ def _item(values: dict[str, object], job_id: str) -> RolloutItem:
         item = RolloutItem(**values)  # type: ignore[arg-type]
     except TypeError as error:
         raise WireError(f"the job is incomplete: {error}") from None
-    numbers = (item.seq, item.epoch, item.seed, item.priority)
-    if not all(type(number) is int for number in numbers) or not isinstance(item.task, dict):
+    if not _is_typed(item):
         raise WireError("the job has fields of the wrong type")
     if parse_job_id(job_id) != (item.run, item.seq):
         raise WireError("the job's id does not name its item; distaff jobs are made by `distaff produce`")
     return item
+
+
+def _is_typed(item: RolloutItem) -> bool:
+    numbers = (item.seq, item.epoch, item.seed, item.priority)
+    texts = (item.run, item.key, *item.trace, *item.trace.values()) if isinstance(item.trace, dict) else (None,)
+    return (
+        all(type(number) is int and -(2**63) <= number < 2**63 for number in numbers)
+        and all(isinstance(text, str) for text in texts)
+        and item.split in ("train", "eval")
+        and isinstance(item.task, dict)
+    )

@@ -91,7 +91,7 @@ def _or(words: Sequence[str]) -> str:
 
 def _bounds(metadata: Sequence[Any]) -> list[str]:
     return [
-        f"{text} {getattr(limit, name):g}"
+        f"{text} {getattr(limit, name):.15g}"
         for limit in metadata
         for name, text in _BOUNDS.items()
         if isinstance(getattr(limit, name, None), (int, float))
