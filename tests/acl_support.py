@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,12 @@ def as_user(url: str, user: str) -> str:
     """A Unix-socket URL that logs in as `user` ("worker" or "distaff-worker")."""
     name = user if user == ADMIN or user.startswith("distaff-") else f"distaff-{user}"
     return url.replace("unix://", f"unix://{name}:{PASSWORDS[name]}@")
+
+
+def acl_rules(role: str, names: Names | None = None) -> list[str]:
+    """What ACL SETUSER is given for a role, without user name and password."""
+    [line] = [line for line in acl_lines(names or Names(), {}) if line.startswith(f"user distaff-{role} ")]
+    return re.findall(r"\([^)]*\)|\S+", line)[3:]
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -335,6 +337,29 @@ def test_what_is_wrong_is_exit_code_2(
     shown = capsys.readouterr()
     assert said in shown.err
     assert shown.out == ""
+
+
+@pytest.mark.skipif(shutil.which("docker") is None, reason="needs docker compose, no container engine")
+def test_each_service_of_the_compose_project_has_its_own_user(tmp_path: Path) -> None:
+    """deploy/acl/compose.yml laid over docker-compose.yml, as docker compose itself reads them."""
+    (tmp_path / "users.acl").write_text("user default off\n")
+    passwords = {
+        f"{name}_PASSWORD": f"pw-{name.lower()}" for name in ("REDIS", "PRODUCER", "WORKER", "ARCHIVER", "OPERATOR")
+    }
+    environ = {**os.environ, **passwords, "ACL_FILE": str(tmp_path / "users.acl")}
+    command = "docker compose -f docker-compose.yml -f deploy/acl/compose.yml --profile operator config --format json"
+    done = subprocess.run(
+        command.split(), cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=True
+    )
+    project = json.loads(done.stdout)
+    services = project["services"]
+    for name in ("producer", "worker", "archiver", "operator"):
+        url = f"redis://distaff-{name}:pw-{name}@redis:6379/0"
+        environment = services[name]["environment"]
+        assert environment["DISTAFF_REDIS_URL"] == url
+        assert [value for value in environment.values() if "redis://" in value and value != url] == []
+    assert project["configs"]["redis"]["content"].split() == ["aclfile", "/etc/distaff-users.acl"]
+    assert {"source": "users", "target": "/etc/distaff-users.acl"} in services["redis"]["configs"]
 
 
 def test_a_refused_command_says_who_lacks_what_and_the_mend(
