@@ -190,12 +190,13 @@ class ConsumerCore:
         )
         if self._failures == failures:
             self._backlog, self._reading = None, False
-        self._buffer.extend(_Entry(_id(entry_id), fields, 1) for entry_id, fields in _entries(reply))
+            self._buffer.extend(_Entry(_id(entry_id), fields, 1) for entry_id, fields in _entries(reply))
+        # Else a reply was lost. What was in it comes before what is in this one; the backlog has both, in order.
 
     def _read_backlog(self) -> Steps[None]:
         """Entries of an earlier life of this name, or of a read whose reply was lost."""
         rows, after = yield from self._pending_page(self._backlog or "-", self._batch, {"consumername": self.name})
-        self._backlog = (yield from self._take(rows, min_idle_ms=0)) or after
+        self._backlog = (yield from self._take(rows, min_idle_ms=0, unseen=self._reading)) or after
         if self._backlog is None and self._reading:
             # The server may notice only later that nobody waits for that read any more, and deliver to it until then.
             self._second_look, self._reading = self._clock() + self._block_s + 1, False
@@ -219,25 +220,31 @@ class ConsumerCore:
         )
         return rows, f"({_id(rows[-1]['message_id'])}" if len(rows) == count else None
 
-    def _take(self, rows: Sequence[Mapping[str, Any]], *, min_idle_ms: int) -> Steps[str | None]:
+    def _take(self, rows: Sequence[Mapping[str, Any]], *, min_idle_ms: int, unseen: bool = False) -> Steps[str | None]:
         """Claim the first pending entry that is not in our hands already, and park those before it that were delivered too often.
 
         Where to go on looking; None when nothing of `rows` was claimed. One at a time, because a claim counts as a delivery: an entry
-        at which consumers die must not use up the deliveries of its neighbours.
+        at which consumers die must not use up the deliveries of its neighbours. unseen: nobody was ever given them (only the reply to
+        our read was lost), so that this is no delivery more.
         """
         known = self._held.keys() | {entry.id for entry in self._buffer}
         for row in rows:
             entry_id, deliveries = _id(row["message_id"]), int(row["times_delivered"])
             if entry_id in known:
                 continue
-            if deliveries >= self._max_deliveries:
+            if deliveries >= self._max_deliveries and not unseen:
                 yield from self._park(entry_id, f"delivered {deliveries} times and never acknowledged")
                 continue
             self._backlog = self._backlog or "-"
+            deliveries += not unseen
             claimed = yield from self._reliable(
-                Call("xclaim", (self._keys.groups, self.group, self.name, min_idle_ms, [entry_id]))
+                Call(
+                    "xclaim",
+                    (self._keys.groups, self.group, self.name, min_idle_ms, [entry_id]),
+                    {"retrycount": deliveries},
+                )
             )
-            self._buffer.extend(_Entry(_id(i), fields, deliveries + 1) for i, fields in claimed if fields)
+            self._buffer.extend(_Entry(_id(i), fields, deliveries) for i, fields in claimed if fields)
             return f"({entry_id}"
         return None
 
