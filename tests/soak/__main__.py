@@ -43,6 +43,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="soak") as scratch:
         folder = arguments.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            parser.error(f"--keep {folder}: is not empty; name a new folder")
         result = run(soak, folder, say=_say)
         if arguments.keep:
             (folder / "faults.log").write_text("\n".join(result.log))
