@@ -20,6 +20,14 @@ _NATIVE_IDS, _IDENTS = 2, 4
 """Offsets of the ids of the loops' threads: the kernel's, and Python's."""
 
 
+def anonymous_file(name: str) -> int:
+    """Descriptor of an empty file that no folder has: in memory on Linux, so that no writable folder is needed."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile(prefix=name) as file:
+        return os.dup(file.fileno())
+
+
 class Board:
     """fd: of a file of SIZE_BYTES; see `create`. Numbers of groups begin at 1; 0 is nobody."""
 
@@ -32,9 +40,9 @@ class Board:
     @classmethod
     def create(cls) -> tuple[Board, int]:
         """A new board, and the file descriptor to hand to the host (the caller closes it)."""
-        with tempfile.TemporaryFile(prefix="distaff-board-") as file:
-            file.truncate(cls.SIZE_BYTES)
-            return cls(file.fileno()), os.dup(file.fileno())
+        fd = anonymous_file("distaff-board")
+        os.truncate(fd, cls.SIZE_BYTES)
+        return cls(fd), fd
 
     def running(self, slot: Slot) -> int:
         """The group whose code runs there now (or ran when the process died); 0: none."""

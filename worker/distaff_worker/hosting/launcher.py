@@ -12,7 +12,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,8 +35,8 @@ class Launcher:
         self._zygote: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._ready = False
-        self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(1, "distaff-launch")
+        """One: requests and answers alternate."""
 
     def start(self) -> None:
         """Start the zygote, if none runs; it is ready some seconds later. Main thread only."""
@@ -95,12 +94,13 @@ class Launcher:
         if control is None:
             raise EnvironmentLoadError("the process that starts environments was not started")
         try:
-            with self._lock:
-                if not self._ready:
-                    self._ready = bool(control.recv(4096))
-                socket.send_fds(control, [json.dumps(request).encode()], descriptors)
-                answer: dict[str, Any] = json.loads(control.recv(4096) or b"null") or {}
+            if not self._ready:
+                self._ready = bool(control.recv(4096))
+            socket.send_fds(control, [json.dumps(request).encode()], descriptors)
+            answer: dict[str, Any] = json.loads(control.recv(4096) or b"null") or {}
         except OSError as error:
+            if self._zygote is not None:
+                self._zygote.kill()  # an answer that comes too late would be taken for the next one's
             raise EnvironmentLoadError(f"the process that starts environments does not answer: {error}") from error
         if not answer:
             raise EnvironmentLoadError(

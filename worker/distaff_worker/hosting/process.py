@@ -246,6 +246,8 @@ class HostProcess:
         try:
             while (frame := await frames.read(reader)) is not None:
                 self._handle(frame)
+        except (ValueError, KeyError, TypeError) as error:
+            log.error("host.spoke_nonsense", host=self.pid, error=f"{type(error).__name__}: {error}")
         finally:
             await self._ended()
 

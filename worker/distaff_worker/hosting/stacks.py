@@ -12,9 +12,10 @@ import itertools
 import os
 import re
 import signal
-import tempfile
 import time
 from pathlib import Path
+
+from distaff_worker.hosting.board import anonymous_file
 
 STACK_SIGNAL = signal.SIGUSR1
 """Makes the host write the stacks of its threads, whatever they are doing."""
@@ -32,7 +33,7 @@ class StackFile:
     """`file` is handed to the host."""
 
     def __init__(self) -> None:
-        self.file = tempfile.TemporaryFile(prefix="distaff-stacks-")  # noqa: SIM115 - lives as long as the process
+        self.file = open(anonymous_file("distaff-stacks"), "r+b")  # noqa: SIM115 - lives as long as the process
         flags = fcntl.fcntl(self.file, fcntl.F_GETFL)
         fcntl.fcntl(self.file, fcntl.F_SETFL, flags | os.O_APPEND)
 
