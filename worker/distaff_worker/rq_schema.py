@@ -123,6 +123,8 @@ def unknown_item(job_id: str) -> RolloutItem:
 
 def _inflate(data: bytes) -> bytes:
     """As RQ: what is not compressed is taken as it is."""
+    if len(data) > MAX_PAYLOAD_BYTES:
+        raise ValueError("too large")
     try:
         inflater = zlib.decompressobj()
         plain = inflater.decompress(data, MAX_PAYLOAD_BYTES)
@@ -131,8 +133,6 @@ def _inflate(data: bytes) -> bytes:
     else:
         if not inflater.eof or inflater.unused_data:
             raise ValueError("too large, or damaged")
-    if len(plain) > MAX_PAYLOAD_BYTES:
-        raise ValueError("too large")
     return plain
 
 
