@@ -10,6 +10,7 @@ import redis
 
 from distaff.keys import RunKeys
 from distaff.runs import read_state
+from distaff.starting import patiently
 from distaff_worker.claim import Claimer
 from tests.crash_processes import BURIED, RUN, unsettled
 from tests.crash_support import CUTS, KILLS, Farm, Place, Point
@@ -33,7 +34,8 @@ def lay_out(client: redis.Redis) -> None:
     open_run(client, RUN)
     enqueue(client, RUN, ITEMS)
     client.hset(KEYS.state, "status", "closed")
-    Claimer(client, pool=POOL, worker="gone", worker_key="rq:worker:gone", lease_s=0.001).claim(1)
+    gone = Claimer(client, pool=POOL, worker="gone", worker_key="rq:worker:gone", lease_s=0.001)
+    assert len(patiently(lambda: gone.claim(1), role="the test")) == 1
 
 
 def a_worker(place: Place, point: Point | None) -> None:
