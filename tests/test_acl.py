@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any
 
 import pytest
 import redis
+from rq.registry import FailedJobRegistry
 
 from distaff import GroupConsumer, publish_policy_version, scripts
 from distaff.acl import ROLES, Names
@@ -24,13 +28,20 @@ from distaff.deletion import delete_run
 from distaff.errors import RedisUnavailable
 from distaff.keys import RunKeys
 from distaff.runs import read_state
+from distaff.types import RolloutItem
+from distaff_worker.claim import Claimer
+from distaff_worker.leases import Lease
+from distaff_worker.letters import Letters
+from distaff_worker.outcome import Outcome, Retry
+from distaff_worker.rq_schema import JSONQueue
 from tests.acl_support import PASSWORDS, as_user, guarded_redis
 from tests.farm_support import says, tokenizer_dir
 from tests.harness.oracle import check_settled
 from tests.harness.processes import Child, start
 from tests.harness.servers import KINDS, Kind
 from tests.scripted_engine import ScriptedEngine
-from tests.worker_support import wait_until
+from tests.test_service import make_service, working
+from tests.worker_support import POOL, ScriptedPlayer, check_oracle, emit_of, enqueue, open_run, until, wait_until
 
 ROOT = Path(__file__).parent.parent
 RUN = "run-1"
@@ -188,6 +199,47 @@ def test_every_script_is_somebodys_and_its_commands_are_granted() -> None:
             assert not missing, f"{role.name} may not do what {name}.lua does: {sorted(missing)}"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_everything_that_can_become_of_an_item_is_granted_to_a_worker(kind: Kind, tmp_path: Path) -> None:
+    """Emitted, retried, given up, handed back, swept, canceled, requeued, not ours: the server refuses nothing of it, in no script."""
+    tries = Counter[int]()
+
+    async def play(lease: Lease, item: RolloutItem) -> Outcome:
+        tries[item.seq] += 1
+        if item.seq == 1 and tries[1] == 1:
+            return Retry(kind="timeout", boundary="rollout", message="once")
+        if item.seq == 2:
+            return Letters("w1").bury(lease, item, kind="timeout", boundary="rollout", message="always")
+        if item.seq == 3 and tries[3] == 1:
+            service._executions.interrupt(lease.execution_id, "hand_back")
+            await asyncio.sleep(60)
+        return emit_of(item)
+
+    with guarded_redis(tmp_path, kind=kind) as (url, admin):
+        open_run(admin, RUN)
+        names = enqueue(admin, RUN, 7)
+        admin.lrem("rq:queue:default", 0, names[5])
+        admin.hset(f"rq:job:{names[5]}", "status", "canceled")
+        admin.zadd("rq:canceled:default", {names[5]: 1})
+        admin.rpush("rq:queue:default", "somebody-else")
+        admin.hset("rq:job:somebody-else", mapping={"status": "queued", "data": "x"})
+        with connect(as_user(url, "worker")) as lost:
+            Claimer(lost, pool=POOL, worker="dead", worker_key="rq:worker:dead", lease_s=0.1).claim(1)
+        service = make_service(as_user(url, "worker"), ScriptedPlayer(play))
+        async with working(service):
+            await until(lambda: admin.bitcount(RunKeys(RUN).settled) == 7, seconds=20)
+            await asyncio.to_thread(service._sweeper.tidy)
+            failed = FailedJobRegistry(queue=JSONQueue(POOL, connection=admin))
+            failed.requeue(names[2])
+            await until(lambda: tries[2] == 2 and admin.bitcount(RunKeys(RUN).settled) == 7)
+        check_oracle(admin, RUN)
+        state = read_state(admin, RUN)
+        assert state is not None
+        assert (state.emitted, state.dead, state.retried, state.handed_back, state.lost) == (5, 2, 1, 1, 1)
+        refused = {(row["username"], row["object"]) for row in admin.acl_log()}
+        assert {(user, what) for user, what in refused if what != "client|setinfo"} == set()
+
+
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, redis.Redis]]:
     """A server whose users may use the pool "p" and runs that begin with "t1-"."""
@@ -309,9 +361,7 @@ def test_the_shipped_file_loads_and_lets_nobody_in(kind: Kind, tmp_path: Path) -
 def test_passwords_leave_as_hashes_and_never_as_arguments(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain or hashed in the environment: the same file, and no word of the password in it."""
     plain = printed(capsys, monkeypatch, **variables())
-    hashes = {
-        name: f"#{__import__('hashlib').sha256(value.encode()).hexdigest()}" for name, value in variables().items()
-    }
+    hashes = {name: f"#{hashlib.sha256(value.encode()).hexdigest()}" for name, value in variables().items()}
     hashed = printed(capsys, monkeypatch, **hashes)
     assert plain == hashed
     assert "pw-of" not in "".join(plain)

@@ -155,6 +155,7 @@ def test_retried_letters_are_played_again_and_settled_once(
     letters: RunKeys, client: redis.Redis, redis_url: str, capsys: Capture
 ) -> None:
     """The letter is gone with the command, the item has all its attempts again, and the counters agree at the end."""
+    client.hset(f"{JOB_PREFIX}{job_id(RUN, 0)}", mapping={"distaff_attempts": 2, "distaff_lost": 1})
     assert distaff("retry", RUN, "0-2", url=redis_url) == 0
     assert "3 back on the queue of pool default" in capsys.readouterr().out
     assert queued(client) == [job_id(RUN, seq) for seq in (5, 0, 1, 2)]
@@ -265,6 +266,7 @@ def test_a_requeue_by_rq_and_a_retry_of_ours_put_an_item_back_once(
     assert distaff("retry", RUN, "0-1", url=redis_url) == 0
     with pytest.raises(InvalidJobOperation):
         failed.requeue(job_id(RUN, 1))
+    assert sorted(queued(client)) == [job_id(RUN, seq) for seq in (0, 1, 5)]
     leases = claim(client)
     assert sorted(lease.place[1] for lease in leases) == [0, 1, 5]
     for lease in leases:
