@@ -15,7 +15,7 @@ import pytest
 from distaff import GroupConsumer
 from distaff.clients import connect
 from distaff.errors import ConfigurationError
-from tests.durability_support import KEYS, RUN, Trainer, farming, produce
+from tests.durability_support import KEYS, LEASE_S, RUN, Trainer, farming, produce
 from tests.group_support import append_groups, make_group
 from tests.harness.byte_proxy import ByteProxy
 from tests.harness.oracle import check_nothing_left
@@ -142,6 +142,23 @@ async def test_a_replica_that_was_behind_takes_over_and_the_run_ends_there(tmp_p
     assert (len(settled.emitted), len(settled.dead)) == (90, 10)
 
 
+async def test_a_primary_that_has_too_few_replicas_is_waited_for(tmp_path: Path) -> None:
+    """`min-replicas-to-write`: what it refuses is repeated until a replica is back; nobody ends and nothing is lost."""
+    with RedisServer(tmp_path) as server:
+        client = server.client()
+        async with farming(server.url, client) as farm:
+            producing = in_background(server.url, ROWS, window=30)
+            await until(lambda: len(farm.trainer.groups) >= 0.3 * ROWS, seconds=30)
+            client.config_set("min-replicas-to-write", 1)
+            before = farm.settled
+            await asyncio.sleep(2 * LEASE_S)
+            assert farm.settled == before
+            client.config_set("min-replicas-to-write", 0)
+            settled = await farm.finish("without replicas for a while")
+            assert producing.result(10)
+    assert (len(settled.emitted), len(settled.dead)) == (90, 10)
+
+
 async def test_a_redis_that_keeps_no_log_loses_the_run_and_says_so(tmp_path: Path) -> None:
     """Without persistence: the producer ends with what to do, and doing it plays the whole run with the workers that are there."""
     with RedisServer(tmp_path) as server:
@@ -179,8 +196,8 @@ class TestConsumerOfARewoundLog:
         if close:
             server.client().hset(KEYS.state, "status", "closed")
 
-    def consumer(self, server: RedisServer, name: str = "trainer-0") -> GroupConsumer:
-        return GroupConsumer(RUN, server.url, consumer=name, batch=4, block_s=0.05, claim_idle_s=0.2)
+    def consumer(self, server: RedisServer, name: str = "trainer-0", *, claim_idle_s: float = 0.2) -> GroupConsumer:
+        return GroupConsumer(RUN, server.url, consumer=name, batch=4, block_s=0.05, claim_idle_s=claim_idle_s)
 
     def test_a_group_in_hand_that_is_made_again_stays_the_callers_until_it_acknowledges(
         self, server: RedisServer
@@ -218,7 +235,7 @@ class TestConsumerOfARewoundLog:
 
     def test_an_acknowledgement_that_redis_forgot_is_given_again(self, server: RedisServer) -> None:
         """At the latest at the end of the run, which is not over before."""
-        with server, self.consumer(server) as consumer:
+        with server, self.consumer(server, claim_idle_s=60) as consumer:
             self.add(server, 0)
             used = next(consumer)
             size = server.aof.stat().st_size

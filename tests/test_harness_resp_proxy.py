@@ -178,6 +178,22 @@ def test_published_messages_are_nobodys_reply(proxy: RespProxy, client: redis.Re
         assert cut.wait(5)
 
 
+def test_a_message_that_comes_while_a_command_waits_is_not_its_reply(proxy: RespProxy, client: redis.Redis) -> None:
+    """RESP3: a subscriber blocks, a message comes, then the answer, which is the one that is cut."""
+    with raw(proxy) as connection:
+        connection.sendall(b"HELLO 3\r\nSUBSCRIBE a\r\nECHO ready\r\n")
+        read_until(connection, b"ready\r\n")
+        cut = proxy.cut_reply(proxy.count + 1)
+        connection.sendall(b"BLPOP list 5\r\n")
+        wait_until(lambda: int(client.info("clients")["blocked_clients"]) == 1)
+        assert client.publish("a", "m") == 1
+        read_until(connection, b"$7\r\nmessage\r\n$1\r\na\r\n$1\r\nm\r\n")
+        assert not cut.is_set()
+        client.rpush("list", 1)
+        assert everything(connection) == b""
+        assert cut.wait(5)
+
+
 @pytest.mark.parametrize("protocol", [2, 3])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_break_in_a_pipeline_is_exactly_there(
