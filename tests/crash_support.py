@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -224,17 +224,27 @@ class Farm(AbstractContextManager["Farm"]):
                 self._urls.put(url)
 
     def enumerate(
-        self, scene: Scene, ways: Sequence[Way], *, seed: int, every: int = EVERY, reach: float = 0.75
+        self,
+        scene: Scene,
+        ways: Sequence[Way],
+        *,
+        seed: int,
+        every: int = EVERY,
+        only: Collection[str] = (),
+        reach: float = 0.75,
     ) -> str:
         """Play `scene` once untouched and then at each `every`-th command in each way; one line that says what was played.
 
-        reach: the share of the points that must come to pass, so that the test cannot pass by never striking.
+        only: strike every one of these commands, as the untouched play had them, and no other. reach: the share of the points that must come to pass, so that the test cannot pass by never striking.
         Fails with every point at which the scene failed. FAULT_POINT="<way>:<k>" plays that point alone.
         """
         with self.place() as place:
             scene(place, None)
             commands, words = place.commands, place.words
-        points = _points(commands, ways, seed=seed, every=every)
+        if only:
+            points = [Point(way, k) for way in ways for k, word in enumerate(words, start=1) if word in only]
+        else:
+            points = _points(commands, ways, seed=seed, every=every)
         began = time.monotonic()
         with ThreadPoolExecutor(AT_ONCE) as pool:
             outcomes = list(pool.map(lambda point: self._play(scene, point), points))
@@ -242,7 +252,7 @@ class Farm(AbstractContextManager["Farm"]):
         struck = sum(struck for struck, _ in outcomes)
         report = (
             f"{scene.__name__.strip('_')}: {commands} commands ({len(set(words))} kinds), {len(points)} points "
-            f"({', '.join(ways)}; every {every} from seed {seed}), {struck} struck, {time.monotonic() - began:.0f} s"
+            f"({', '.join(ways)}; {', '.join(only) or f'every {every} from seed {seed}'}), {struck} struck, {time.monotonic() - began:.0f} s"
         )
         print(report)
         assert not problems, "\n\n".join(

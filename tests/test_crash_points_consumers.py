@@ -99,6 +99,13 @@ def test_a_trainer_whose_connection_is_cut_at_any_command_gets_each_group_once(
     farm.enumerate(a_trainer, CUTS, seed=seed(request))
 
 
+def test_a_trainer_that_loses_the_reply_to_a_read_gets_its_groups_in_order(
+    farm: Farm, request: pytest.FixtureRequest
+) -> None:
+    """P22: what the lost reply held comes before what the next one holds; every read."""
+    farm.enumerate(a_trainer, CUTS, seed=seed(request), only=("XREADGROUP GROUP",))
+
+
 def test_a_group_at_which_every_trainer_dies_is_parked_alone(farm: Farm) -> None:
     """P22: it comes three times, each time to a process that it kills; those that were fetched with it are not given up with it."""
     poison, most = 3, 3

@@ -69,6 +69,14 @@ def test_a_worker_whose_connection_is_cut_at_any_command_goes_on(farm: Farm, req
     farm.enumerate(a_worker, CUTS, seed=seed(request))
 
 
+def test_a_settlement_whose_reply_is_lost_is_neither_lost_nor_repeated(
+    farm: Farm, request: pytest.FixtureRequest
+) -> None:
+    """P5: every emit, dead letter, retry and hand-back, cut off before it is applied or after."""
+    settling = ("EVALSHA emit", "EVALSHA bury", "EVALSHA release")
+    farm.enumerate(a_worker, CUTS, seed=seed(request), only=settling, reach=0.5)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 def test_a_worker_killed_or_cut_at_every_command_loses_and_doubles_nothing(
