@@ -18,6 +18,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from distaff.errors import ConfigurationError, RedisUnavailable
+from distaff.packing import Packer
 from distaff.redaction import redact
 
 SCHEMES = ("redis", "rediss", "unix")
@@ -110,6 +111,7 @@ def connect(url: str, *, client_name: str = "distaff", socket_timeout_s: float =
         retry=Retry(NoBackoff(), 0),
         socket_timeout=socket_timeout_s,
         socket_connect_timeout=CONNECT_TIMEOUT_S,
+        command_packer=Packer(),
         **_tcp(url, socket_keepalive=True),
         health_check_interval=15,
     )

@@ -2,11 +2,14 @@
 
 Invariant: the map is flat, so that a reader's memory is bounded by the bytes it was given; arrays are read by
 numpy.frombuffer and never copied. Conversations are JSON in ASCII: any text survives, lone surrogates included.
+What is written is put together from pieces: one call that copies or renders a hundred megabytes would hold the interpreter, and
+with it the writer's event loop, for a second, whichever thread it is made on.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +24,7 @@ from distaff.wire_head import environment_of, pack_head, policy_of, rollouts_of,
 _MAX_KEYS = 64
 _FREE_CONTAINERS = 500_000
 _BYTES_PER_CONTAINER = 8
+_PIECE_BYTES = 256 << 10
 """Beyond _FREE_CONTAINERS a JSON text may open one list or object in so many bytes: real conversations need thirty."""
 
 
@@ -28,19 +32,19 @@ def encode_body(group: ScoredGroup, *, schema: str, max_bytes: int) -> bytes:
     """The body of a checked group. Raises GroupTooLarge before anything large is built, WireError."""
     samples = group.samples
     tools, places = _tool_table([rollout.tools for rollout in group.rollouts])
-    content = {
+    content: dict[str, str | list[bytes] | None] = {
         "schema": schema,
-        "head": pack_head(group, places),
+        "head": [pack_head(group, places)],
         "task": _dump(group.task, group, "task"),
-        "messages": _dump([rollout.messages for rollout in group.rollouts], group, "messages"),
-        "tools": _dump(tools, group, "tools"),
-        "token_ids": _buffer(samples.token_ids, "<i4"),
-        "offsets": _buffer(samples.offsets, "<i8"),
-        "loss_mask": np.packbits(samples.loss_mask, bitorder="little").data,
-        "logprobs": None if samples.logprobs is None else _buffer(samples.logprobs, "<f4"),
-        "advantages": _buffer(samples.advantages, "<f4"),
-        "rollouts": _buffer(samples.rollouts, "<i4"),
-        "branches": _buffer(samples.branches, "<i4"),
+        "messages": _dump_lists([rollout.messages for rollout in group.rollouts], group, "messages"),
+        "tools": _dump_lists(tools, group, "tools"),
+        "token_ids": _pieces(samples.token_ids, "<i4"),
+        "offsets": _pieces(samples.offsets, "<i8"),
+        "loss_mask": _pieces(np.packbits(samples.loss_mask, bitorder="little"), "u1"),
+        "logprobs": None if samples.logprobs is None else _pieces(samples.logprobs, "<f4"),
+        "advantages": _pieces(samples.advantages, "<f4"),
+        "rollouts": _pieces(samples.rollouts, "<i4"),
+        "branches": _pieces(samples.branches, "<i4"),
     }
     size = sum(map(_size, content.values()))
     if size > max_bytes:
@@ -48,8 +52,27 @@ def encode_body(group: ScoredGroup, *, schema: str, max_bytes: int) -> bytes:
             f"group {group.group_id} takes {size} bytes, the limit is {max_bytes}: raise wire.max_group_bytes, or make it "
             "smaller (rollouts.group_size, sampling.max_tokens, wire.messages)"
         )
-    packed: bytes = msgpack.Packer(buf_size=size + 1024).pack(content)
-    return packed
+    return b"".join(_packed(content))
+
+
+def _packed(content: Mapping[str, str | list[bytes] | None]) -> list[bytes]:
+    """The map in msgpack, in pieces; joining bytes is the one large copy that lets other threads run."""
+    packer = msgpack.Packer()
+    parts: list[bytes] = [packer.pack_map_header(len(content))]
+    for name, value in content.items():
+        parts.append(packer.pack(name))
+        if isinstance(value, list):
+            parts += [_bin_header(_size(value)), *value]
+        else:
+            parts.append(packer.pack(value))
+    return parts
+
+
+def _bin_header(size: int) -> bytes:
+    """What precedes `size` bytes in msgpack."""
+    if size < 1 << 8:
+        return struct.pack(">BB", 0xC4, size)
+    return struct.pack(">BH", 0xC5, size) if size < 1 << 16 else struct.pack(">BI", 0xC6, size)
 
 
 def decode_body(body: bytes, *, schema: tuple[int, int], messages: bool) -> ScoredGroup:
@@ -134,14 +157,14 @@ def _bytes(content: Mapping[str, Any], name: str) -> bytes:
     return value
 
 
-def _buffer(array: NDArray[Any], dtype: str) -> memoryview:
-    return np.ascontiguousarray(array, dtype).data
+def _pieces(array: NDArray[Any], dtype: str) -> list[bytes]:
+    flat = np.ascontiguousarray(array, dtype)
+    step = _PIECE_BYTES // flat.itemsize
+    return [flat[start : start + step].tobytes() for start in range(0, len(flat), step)]
 
 
-def _size(value: str | bytes | memoryview | None) -> int:
-    if value is None:
-        return 0
-    return value.nbytes if isinstance(value, memoryview) else len(value)
+def _size(value: str | list[bytes] | None) -> int:
+    return sum(map(len, value)) if isinstance(value, list) else len(value or "")
 
 
 def _tool_table(lists: Sequence[list[Tool]]) -> tuple[list[list[Tool]], list[int]]:
@@ -179,29 +202,50 @@ def _lists_of_objects(name: str, value: Any) -> list[list[dict[str, Any]]]:
     return value
 
 
-def _dump(value: Any, group: ScoredGroup, name: str) -> bytes:
-    if not (any(value) if isinstance(value, list) else value):
-        return b""
+def _dump(value: Any, group: ScoredGroup, name: str) -> list[bytes]:
+    """JSON, in one piece; nothing for an empty value."""
+    if not value:
+        return []
+    text = _dumped(value, group, name)
+    _check_density([text], name)
+    return [text]
+
+
+def _dump_lists(lists: Sequence[Sequence[Any]], group: ScoredGroup, name: str) -> list[bytes]:
+    """JSON of lists in a list, rendered element by element; nothing when all of them are empty."""
+    if not any(lists):
+        return []
+    parts: list[bytes] = []
+    for place, inner in enumerate(lists):
+        parts.append(b",[" if place else b"[[")
+        for number, value in enumerate(inner):
+            parts += [b",", _dumped(value, group, name)] if number else [_dumped(value, group, name)]
+        parts.append(b"]")
+    parts.append(b"]")
+    _check_density(parts, name)
+    return parts
+
+
+def _dumped(value: Any, group: ScoredGroup, name: str) -> bytes:
     try:
-        text = json.dumps(value, separators=(",", ":"))
+        return json.dumps(value, separators=(",", ":")).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
         raise WireError(
             f"{name} of group {group.group_id} is not JSON ({error}): the environment has to return plain data"
         ) from None
-    _check_density(text, name)
-    return text.encode("ascii")
 
 
 def _load(content: Mapping[str, Any], name: str, *, default: Any) -> Any:
-    text = _bytes(content, name).decode("ascii")
+    text = _bytes(content, name)
     if not text:
         return default
-    _check_density(text, name)
-    return json.loads(text)
+    _check_density([text], name)
+    return json.loads(text.decode("ascii"))
 
 
-def _check_density(text: str, name: str) -> None:
+def _check_density(parts: Sequence[bytes], name: str) -> None:
     """Refuse a text of little but brackets, which would grow thirtyfold in memory."""
-    containers = text.count("[") + text.count("{")
-    if containers > _FREE_CONTAINERS and containers > len(text) // _BYTES_PER_CONTAINER:
-        raise GroupTooLarge(f"{name} of a group opens {containers} lists and objects in {len(text)} bytes")
+    containers = sum(part.count(b"[") + part.count(b"{") for part in parts)
+    size = sum(map(len, parts))
+    if containers > _FREE_CONTAINERS and containers > size // _BYTES_PER_CONTAINER:
+        raise GroupTooLarge(f"{name} of a group opens {containers} lists and objects in {size} bytes")

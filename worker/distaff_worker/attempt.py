@@ -41,8 +41,11 @@ class Attempt:
 
 
 def model_samples(model: Model, renderer: Renderer | None) -> list[SampleTokens]:
+    """The training sequences of a rollout that was scored; its model keeps no tokens."""
     if isinstance(model, TokenChatModel):
-        return steps_to_samples(model.steps)
+        samples = steps_to_samples(model.steps)
+        model.forget_tokens()
+        return samples
     if renderer is None:
         return []
     return steps_to_samples(tokenize_chat(model.steps, renderer))

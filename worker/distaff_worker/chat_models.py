@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import TypeVar
 
 from distaff.config import SamplingSection
@@ -112,6 +113,16 @@ class TokenChatModel(_Counted):
     def bridged_turns(self) -> int:
         """Turns whose prompt extends the exact tokens of one before; all but the first in the best case."""
         return sum(turn.step.bridged for turn in self._turns)
+
+    def forget_tokens(self) -> None:
+        """Let go of ids and log-probabilities, which are in samples by now; what is counted stays.
+
+        A large group has millions of them as Python objects. Freed here, on the tokenizing thread and a rollout at a time, they do not
+        hold up the event loop for half a second when the group is done.
+        """
+        for place, turn in enumerate(self._turns):
+            empty = replace(turn.step, prompt_ids=[], completion_ids=[], logprobs=None)
+            self._turns[place] = replace(turn, step=empty)
 
     async def complete(
         self, messages: Sequence[Message], tools: Sequence[Tool], sampling: Mapping[str, JSON]

@@ -13,6 +13,7 @@ import os
 import random
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import aiohttp
@@ -24,6 +25,7 @@ from distaff.errors import ConfigurationError, EngineAnswerError, EngineError, E
 from distaff.types import JSON
 from distaff_worker.engines.endpoints import Endpoint, Endpoints
 from distaff_worker.engines.failures import PassingFailure, error_text, is_passing, refusal, retry_after_s
+from distaff_worker.engines.gentle import LARGE_BYTES
 from distaff_worker.turns import Turnstile
 
 T = TypeVar("T")
@@ -32,6 +34,8 @@ Reader = Callable[[aiohttp.ClientResponse], Awaitable[T]]
 SESSION_HEADER = "X-Session-ID"
 MAX_ANSWER_BYTES = 64 << 20
 MAX_ERROR_BYTES = 64 << 10
+FREE_CONTAINERS, BYTES_PER_CONTAINER = 100_000, 16
+"""Beyond the first an answer may open one list or object in so many bytes; vLLM's log-probabilities need twenty-nine."""
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
 IDLE_CONNECTION_S = 4.0
@@ -51,6 +55,10 @@ class HttpPool:
         self._http: aiohttp.ClientSession | None = None
         self.turnstile = Turnstile()
         """To be passed before work that takes a good part of a millisecond: building a request, checking an answer."""
+        self.bulk = Turnstile()
+        """To be passed by the readers of large answers."""
+        self._parsing = ThreadPoolExecutor(1, "distaff-parse")
+        """One thread, so that large answers that arrive together are in memory one at a time once parsed."""
 
     @property
     def urls(self) -> list[str]:
@@ -105,8 +113,13 @@ class HttpPool:
         except PassingFailure as failure:
             raise EngineUnavailable(f"engine at {redact_url(url)}: {failure.reason}") from None
 
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """What `work`, which takes more than ten milliseconds, returns; done on a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._parsing, work)
+
     async def close(self) -> None:
         """Close every connection."""
+        self._parsing.shutdown(wait=False, cancel_futures=True)
         if self._http is not None:
             await self._http.close()
             self._http = None
@@ -198,6 +211,22 @@ async def read_body(response: aiohttp.ClientResponse) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+async def read_parts(response: aiohttp.ClientResponse, bulk: Turnstile) -> list[bytes]:
+    """The whole body, in the pieces it came in. Raises EngineAnswerError above MAX_ANSWER_BYTES.
+
+    bulk: passed before each further piece of a large one. What nobody takes, the connection does not read, so that sixty answers of
+    megabytes that arrive together are read some pieces a turn.
+    """
+    parts = []
+    size = 0
+    async for part in _bounded(response, MAX_ANSWER_BYTES):
+        parts.append(part)
+        size += len(part)
+        if size > LARGE_BYTES:
+            await bulk.turn()
+    return parts
+
+
 async def read_json(response: aiohttp.ClientResponse) -> JSON:
     """The body as strict JSON. Raises EngineAnswerError."""
     return parse_json(await read_body(response), where=describe(response))
@@ -206,15 +235,29 @@ async def read_json(response: aiohttp.ClientResponse) -> JSON:
 async def read_events(response: aiohttp.ClientResponse) -> AsyncGenerator[JSON]:
     """The JSON objects of a server-sent event stream. Raises EngineAnswerError."""
     where = describe(response)
-    rest = b""
+    begun: list[bytes] = []
+    """Pieces of a line that has not ended: joined once, or a long line would cost the square of its length."""
     async for part in _bounded(response, MAX_ANSWER_BYTES):
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
+        first, *others = part.split(b"\n")
+        begun.append(first)
+        for other in others:
+            line = b"".join(begun)
+            begun = [other]
             if line.startswith((b"data:", b"error:")):
                 field, _, text = line.partition(b":")
                 if text.strip() != b"[DONE]":
+                    check_density(text, where=where)
                     event = parse_json(text, where=where)
                     yield {"error": event} if field == b"error" else event
+
+
+def check_density(body: bytes, *, where: str) -> None:
+    """Raise EngineAnswerError for a body of little but brackets, which would grow thirtyfold in memory."""
+    if len(body) < FREE_CONTAINERS:
+        return
+    containers = body.count(b"[") + body.count(b"{")
+    if containers > FREE_CONTAINERS and containers > len(body) // BYTES_PER_CONTAINER:
+        raise EngineAnswerError(f"{where}: the answer opens {containers} lists and objects in {len(body)} bytes")
 
 
 def parse_json(body: bytes, *, where: str) -> JSON:
@@ -222,7 +265,11 @@ def parse_json(body: bytes, *, where: str) -> JSON:
     try:
         return pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise EngineAnswerError(f"{where}: the answer is not JSON ({error})") from None
+        raise not_json(error, where=where) from None
+
+
+def not_json(error: ValueError, *, where: str) -> EngineAnswerError:
+    return EngineAnswerError(f"{where}: the answer is not JSON ({error})")
 
 
 def describe(response: aiohttp.ClientResponse) -> str:

@@ -25,7 +25,8 @@ from distaff_worker.engines.discovery import (
     discover,
     without_tokens,
 )
-from distaff_worker.engines.http import HttpPool, describe, parse_json, read_body
+from distaff_worker.engines.gentle import LARGE_BYTES, parse_gently
+from distaff_worker.engines.http import HttpPool, describe, not_json, parse_json, read_parts
 from distaff_worker.engines.protocol import EngineInfo, Generation
 
 GENERATE = "/inference/v1/generate"
@@ -89,9 +90,13 @@ class VllmEngine:
 
     async def _read(self, response: aiohttp.ClientResponse) -> Generation:
         where = describe(response)
-        content = await read_body(response)
+        parts = await read_parts(response, self._pool.bulk)
+        if sum(map(len, parts)) >= LARGE_BYTES:
+            return await self._pool.off_loop(lambda: self._generation(_parse_large(parts, where=where), where=where))
         await self._pool.turnstile.turn()
-        document = parse_json(content, where=where)
+        return self._generation(parse_json(b"".join(parts), where=where), where=where)
+
+    def _generation(self, document: JSON, *, where: str) -> Generation:
         choice = answers.only_choice(document, where=where)
         answers.check_model(document.get("model"), self._model, where=where)
         ids = choice.get("token_ids")
@@ -103,6 +108,13 @@ class VllmEngine:
             where=where,
             policy_version=_version_of(choice),
         )
+
+
+def _parse_large(parts: list[bytes], *, where: str) -> JSON:
+    try:
+        return parse_gently(b"".join(parts), lambda document: document["choices"][0]["logprobs"])
+    except ValueError as error:
+        raise not_json(error, where=where) from None
 
 
 def room(prompt_tokens: int, *, max_tokens: int, context: int | None) -> int:
