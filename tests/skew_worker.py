@@ -1,4 +1,4 @@
-"""A worker as a process of its own whose items take a moment: python -m tests.skew_worker URL NAME SECONDS_AN_ITEM [LEASE_S].
+"""A worker as a process of its own whose items take a moment: python -m tests.skew_worker URL NAME SECONDS_AN_ITEM LEASE_S SLOTS.
 
 Buries every tenth item, ends when every item of the run is settled, and prints its clock first.
 """
@@ -23,7 +23,7 @@ from tests.worker_support import POOL, ScriptedPlayer, emit_of
 RUN = "run-1"
 
 
-def main(url: str, name: str, seconds: float, lease_s: float) -> None:
+def main(url: str, name: str, *, seconds: float, lease_s: float, slots: int) -> None:
     print("clock", time.time(), flush=True)
     letters = Letters(name)
 
@@ -35,7 +35,7 @@ def main(url: str, name: str, seconds: float, lease_s: float) -> None:
         return emit_of(item, worker=name)
 
     with connect(url) as client, connect(url) as beats:
-        options = ServiceOptions(pool=POOL, name=name, slots=4, lease_s=lease_s, beat_s=lease_s / 6)
+        options = ServiceOptions(pool=POOL, name=name, slots=slots, lease_s=lease_s, beat_s=lease_s / 6)
         player = ScriptedPlayer(play)
 
         def done() -> bool:
@@ -47,4 +47,4 @@ def main(url: str, name: str, seconds: float, lease_s: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4]) if len(sys.argv) > 4 else 2.0)
+    main(*sys.argv[1:3], seconds=float(sys.argv[3]), lease_s=float(sys.argv[4]), slots=int(sys.argv[5]))
