@@ -163,7 +163,7 @@ class _Course:
         return pids
 
     def _workers(self) -> list[int]:
-        return [role.pid for role in self._farm.roles.values() if not role.ends and role.pid]
+        return [role.pid for role in self._farm.roles.values() if not role.ends]
 
     def _stuck(self, error: TimeoutError) -> str:
         """Who has not come to an end, and what they said last."""

@@ -28,6 +28,8 @@ class _Orphan:
     killed: float
     quiet: bool
     queued_s: float | None = None
+    crowded: bool = False
+    """It had to wait for a slot: every worker was full."""
 
 
 @dataclass(slots=True)
@@ -41,11 +43,12 @@ class Recovery:
     queued_s: list[float] = field(default_factory=list)
     """Kill to back on the queue, in quiet."""
     quiet_s: list[float] = field(default_factory=list)
-    """Kill to re-dispatch when nothing else was wrong and all other workers were there."""
+    """Kill to re-dispatch when nothing else was wrong, all other workers were there and some had a free slot."""
     busy_s: list[float] = field(default_factory=list)
-    """The same with other faults around."""
+    """The same with other faults around, or every slot taken."""
     suspect_s: list[float] = field(default_factory=list)
     _orphans: list[_Orphan] = field(default_factory=list)
+    _full: bool = False
     _looked: float = 0.0
 
     @contextmanager
@@ -55,7 +58,7 @@ class Recovery:
         try:
             if role.name.startswith("worker"):
                 held = self._held_by(role.pid)
-                quiet = quiet and self._others_are_there(role)
+                quiet = quiet and self._others_are_there()
         except redis.RedisError:
             pass  # not one of those that are measured
         yield
@@ -67,6 +70,7 @@ class Recovery:
             return
         self._looked = time.monotonic()
         try:
+            self._full = not self._has_room()
             self._orphans = [orphan for orphan in self._orphans if not self._found(orphan)]
         except redis.RedisError:
             return
@@ -76,11 +80,20 @@ class Recovery:
         """Items nobody has yet."""
         return len(self._orphans)
 
-    def _others_are_there(self, role: Role) -> bool:
-        """Whether as many other workers are registered as the farm has: one that is still starting takes over nothing."""
-        names: Any = self.client.smembers("rq:workers")
-        pids = {int(name.decode().split(".")[-2]) for name in names} - {role.pid}
-        return len(pids & set(self.workers())) == len(self.workers()) - 1
+    def _registered(self) -> dict[int, bytes]:
+        """Pid -> key of every worker that has registered and lives."""
+        keys: Any = self.client.smembers("rq:workers")
+        pids = {int(key.decode().split(".")[-2]): key for key in keys}
+        return {pid: pids[pid] for pid in self.workers() if pid in pids}
+
+    def _has_room(self) -> bool:
+        """Whether some worker says it has a free slot."""
+        told: Any = [self.client.hmget(key, ["running", "slots"]) for key in self._registered().values()]
+        return any(int(running or 0) < int(slots or 0) for running, slots in told)
+
+    def _others_are_there(self) -> bool:
+        """Whether every worker of the farm is registered: one that is still starting takes over nothing."""
+        return len(self._registered()) == len(self.workers())
 
     def _held_by(self, pid: int) -> list[tuple[str, bytes]]:
         held = []
@@ -107,7 +120,7 @@ class Recovery:
         if int(lost or 0) >= SUSPECT:
             self.suspect_s.append(waited_s)
         else:
-            (self.quiet_s if orphan.quiet else self.busy_s).append(waited_s)
+            (self.quiet_s if orphan.quiet and not orphan.crowded else self.busy_s).append(waited_s)
         if orphan.quiet:
             self.queued_s.append(orphan.queued_s if orphan.queued_s is not None else waited_s)
         return True
