@@ -16,13 +16,15 @@ from rq.command import send_shutdown_command
 
 from distaff.config import RunConfig
 from distaff.errors import FatalRun
-from distaff.keys import RunKeys
+from distaff.keys import RunKeys, swept_key
 from distaff.runs import delete_run
 from distaff.types import RolloutItem
+from distaff_worker.beat import Beater
 from distaff_worker.claim import Claimer
 from distaff_worker.leases import Lease
 from distaff_worker.outcome import Outcome
 from distaff_worker.settle import Settler
+from distaff_worker.sweep import Sweeper
 from distaff_worker.warm import WarmRuns
 from tests.farm_support import groups_of, make_worker, produce, run_config, says, settled, working_on
 from tests.harness.servers import RedisServer
@@ -241,3 +243,36 @@ async def test_workers_outlive_a_redis_that_stands_still_and_one_that_restarts(t
             send_shutdown_command(client, "w1")
             await until(lambda: one._stopping.is_set(), what="commands are not heard any more")
         check_oracle(client, RUN)
+        assert client.hget(keys.state, "lost") is None, "an outage is charged to no item"
+
+
+def test_leases_that_ran_out_in_an_outage_may_be_extended_before_they_are_swept(client: redis.Redis) -> None:
+    """P5: nobody swept for long: the first sweep takes nothing and leaves time for beats; a lease that was not extended is swept then."""
+    keys, lease_s = open_run(client, RUN), 60.0
+    enqueue(client, RUN, 2)
+    sweeper = Sweeper(client, pool=POOL, lease_s=lease_s)
+    assert sweeper.sweep() == 0
+    kept, dead = Claimer(client, pool=POOL, worker="w", worker_key="rq:worker:w", lease_s=lease_s).claim(2)
+    ran_out = {f"{lease.job_id}:{lease.execution_id}": 1.0 for lease in (kept, dead)}
+    client.zadd("rq:wip:default", ran_out)
+    client.set(swept_key(POOL), "1.0 0.0")
+    assert sweeper.sweep() == 0
+    assert sweeper.sweep() == 0
+    beater = Beater(
+        client,
+        pool=POOL,
+        worker="w",
+        lease_s=lease_s,
+        beat_s=1.0,
+        leases=lambda: [kept],
+        on_lost=lambda lease: None,
+        on_end=lambda: None,
+        announce=lambda: None,
+        tick=time.monotonic,
+    )
+    beater.beat()
+    seconds, _ = client.time()
+    client.set(swept_key(POOL), f"{seconds}.0 {seconds}.0")
+    assert sweeper.sweep() == 1
+    assert client.lrange("rq:queue:default", 0, -1) == [dead.job_id.encode()]
+    assert client.hget(keys.state, "lost") == b"1"

@@ -67,7 +67,7 @@ class Names:
         names |= {name: f"{rq}:{name}:{pool}" for name in registries}
         names |= {"queues": f"{rq}:queues", "workers": f"{rq}:workers", "workers_of": f"{rq}:workers:{pool}"}
         names |= {"worker": f"{rq}:worker:*", "suspended": f"{rq}:suspended", "pubsub": f"{rq}:pubsub:*"}
-        return names | {"limits": f"{rq}:rl-keys"}
+        return names | {"limits": f"{rq}:rl-keys", "swept": f"{PREFIX}:swept:{pool}"}
 
 
 def _literal(text: str) -> str:
@@ -136,6 +136,7 @@ ROLES = (
                 "{executions}": "zadd zrem pexpire",
                 "{results}": "xadd expire",
                 "{wip}": "zadd zrem zrangebyscore",
+                "{swept}": "get set",
                 "{finished}": "zadd zremrangebyscore",
                 "{failed}": "zadd zremrangebyscore",
                 "{canceled}": "zrange zrem",

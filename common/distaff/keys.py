@@ -89,6 +89,11 @@ STATE_FIELDS = {
 """Fields of the hash `RunKeys.state` and what they mean."""
 
 
+def swept_key(pool: str) -> str:
+    """When the expired leases of a pool were looked for last (sweep.lua)."""
+    return f"{PREFIX}:swept:{pool}"
+
+
 def rq_prefix() -> str:
     """What RQ's key names begin with: its own variable RQ_KEY_PREFIX, or "rq"."""
     return os.environ.get("RQ_KEY_PREFIX", "rq")

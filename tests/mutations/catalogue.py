@@ -172,4 +172,12 @@ MUTATIONS: list[Mutation] = [
         new="    if False:",
         test="tests/test_redis_kinds.py::test_a_redis_that_others_reach_is_refused_without_a_password",
     ),
+    Mutation(
+        promise="P5",
+        what="leases that ran out in an outage are swept at once",
+        file="common/distaff/lua/sweep.lua",
+        old="  if now < quiet then return back end\n",
+        new="",
+        test="tests/test_faults.py::test_leases_that_ran_out_in_an_outage_may_be_extended_before_they_are_swept",
+    ),
 ]

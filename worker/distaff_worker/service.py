@@ -116,7 +116,7 @@ class Service:
             on_fatal=self._on_fatal,
             on_refused=self._on_broken,
         )
-        self._sweeper = Sweeper(client, pool=options.pool)
+        self._sweeper = Sweeper(client, pool=options.pool, lease_s=options.lease_s)
         self._canceled = CanceledItems(client, pool=options.pool, worker=options.name)
         self._beater = Beater(
             beats or client,

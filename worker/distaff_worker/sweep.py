@@ -13,7 +13,7 @@ from rq.registry import FailedJobRegistry, FinishedJobRegistry
 from rq.utils import now, utcformat
 
 from distaff import scripts
-from distaff.keys import PREFIX
+from distaff.keys import PREFIX, swept_key
 from distaff_worker.rq_schema import EXECUTIONS_PREFIX, JOB_PREFIX, JSONQueue, PoolKeys
 
 log = structlog.get_logger(__name__)
@@ -23,8 +23,9 @@ LIMIT = 500
 class Sweeper:
     """Sweeps one pool. Synchronous; used from one thread."""
 
-    def __init__(self, client: redis.Redis, *, pool: str) -> None:
-        self._client = client
+    def __init__(self, client: redis.Redis, *, pool: str, lease_s: float = 0.0) -> None:
+        """lease_s: of this pool's workers; 0: sweep also right after an outage."""
+        self._client, self._lease_s = client, lease_s
         self._pool = pool
         self._keys = PoolKeys.of(pool)
         self._script: Script = client.register_script(scripts.load("sweep"))
@@ -32,8 +33,8 @@ class Sweeper:
     def sweep(self) -> int:
         """Put expired leases back; returns how many. Raises redis.RedisError."""
         back = self._script(
-            keys=[self._keys.wip, self._keys.queue],
-            args=[JOB_PREFIX, f"{PREFIX}:run:", EXECUTIONS_PREFIX, LIMIT, utcformat(now())],
+            keys=[self._keys.wip, self._keys.queue, swept_key(self._pool)],
+            args=[JOB_PREFIX, f"{PREFIX}:run:", EXECUTIONS_PREFIX, LIMIT, utcformat(now()), self._lease_s],
         )
         for job_id in back:
             log.warning("lease.expired", job=job_id.decode())

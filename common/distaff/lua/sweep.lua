@@ -1,8 +1,10 @@
 #!lua flags=allow-oom
 -- Put items whose lease ran out back at the front of the queue. No lock: any number of workers may sweep at once.
 -- How often an item was lost is counted on it; the worker that claims it decides when it was too often.
--- KEYS  1 wip zset  2 queue list
--- ARGV  1 job key prefix  2 run key prefix  3 executions key prefix  4 most to look at  5 ISO time
+-- When nobody has swept for most of a lease, the server or all workers were away: leases that ran out meanwhile say nothing about
+-- those who hold them, who get two beats' time to extend them first. An outage is charged to no item.
+-- KEYS  1 wip zset  2 queue list  3 the pool's last sweep, "<when> <no sweeps until>"
+-- ARGV  1 job key prefix  2 run key prefix  3 executions key prefix  4 most to look at  5 ISO time  6 lease in seconds; 0: no such time
 -- returns the job ids put back
 -- (run, seq) of a job id of ours, as `distaff.keys.parse_job_id`; nil for any other.
 local function place(id)
@@ -16,6 +18,14 @@ end
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1e6
 local back = {}
+local lease = tonumber(ARGV[6])
+if lease > 0 then
+  local last, quiet = string.match(redis.call('GET', KEYS[3]) or '', '^(%S+) (%S+)$')
+  quiet = tonumber(quiet or 0)
+  if now - tonumber(last or now) > 0.75 * lease then quiet = now + lease / 3 end
+  redis.call('SET', KEYS[3], string.format('%.6f %.6f', now, quiet), 'EX', math.ceil(10 * lease) + 3600)
+  if now < quiet then return back end
+end
 for _, composite in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[4])) do
   local id, execution = string.match(composite, '^([^:]+):(.+)$')
   local job = id and redis.call('HMGET', ARGV[1] .. id, 'status', 'distaff_exec') or {}
