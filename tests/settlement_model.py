@@ -133,6 +133,8 @@ class Model:
 
     def restore(self, run: str) -> int:
         ids = self.astray(run)
+        unsettled = (self.name(run, seq) for seq in range(self.runs[run].admitted) if not self.runs[run].settled(seq))
+        self.canceled |= {name for name in unsettled if name in self.jobs and self.jobs[name].status == "canceled"}
         for name in ids:
             job = self.jobs.setdefault(name, Job())
             job.status, job.holder = "queued", ""

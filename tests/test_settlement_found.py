@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import redis
+from rq.job import cancel_job
 from rq.registry import FailedJobRegistry
+from rq.serializers import JSONSerializer
 
 from distaff.keys import RunKeys, job_id, parse_job_id
+from distaff.types import RolloutItem
+from distaff_worker.leases import Lease
+from distaff_worker.outcome import Outcome
 from distaff_worker.rq_schema import JSONQueue
-from tests.test_settlement_machine import POOL, RUNS, Settlement
+from tests.settlement_machine import Settlement
+from tests.settlement_support import POOL, RUNS
+from tests.test_service import make_service, working
+from tests.worker_support import ScriptedPlayer, check_oracle, emit_of, enqueue, open_run, until
 
 RUN, OTHER = RUNS
 
@@ -98,6 +107,20 @@ def test_an_item_that_an_operator_cancels_is_a_dead_letter(farm: Settlement, cla
     assert _letters(farm) == []
 
 
+def test_a_canceled_item_whose_deletion_broke_off_is_settled(farm: Settlement) -> None:
+    """RQ takes it off the list of canceled jobs, fails on an execution that has run out, and leaves it with nobody."""
+    farm.claim("w0", 1, False, 9)
+    farm.expire(0)
+    farm.cancel(0, True)
+    with pytest.raises(ValueError, match="Execution"):
+        farm._job(job_id(RUN, 0)).delete()
+    farm.model.canceled.clear()
+    assert farm.client.zcard(f"rq:canceled:{POOL}") == 0
+    farm.restore(0)
+    farm.settle_canceled(["w1"])
+    assert len(_letters(farm)) == 1
+
+
 @pytest.mark.parametrize("settled", ["emit", "bury"])
 def test_canceling_a_settled_item_changes_nothing_about_it(farm: Settlement, settled: str) -> None:
     """What was emitted is shown as finished again, a dead letter as failed."""
@@ -151,6 +174,31 @@ def test_a_consumer_that_came_before_the_run_reads_a_run_opened_anew(farm: Settl
         assert len(farm.members[RUN, "trainer", "m0"].holds) == life + 1
         if not life:
             farm.delete_run(0, False, False)
+
+
+async def test_a_worker_stops_and_settles_what_an_operator_cancels(redis_url: str, client: redis.Redis) -> None:
+    """One item at play, one on the queue: both are dead letters within a lease, the others are played, nothing is left."""
+    keys = open_run(client, "r")
+    names = enqueue(client, "r", 4)
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def play(lease: Lease, item: RolloutItem) -> Outcome:
+        if item.seq == 0:
+            began.set()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.set()
+        return emit_of(item)
+
+    async with working(make_service(redis_url, ScriptedPlayer(play), slots=1)):
+        await asyncio.wait_for(began.wait(), 10)
+        for name in (names[0], names[3]):
+            cancel_job(name, client, serializer=JSONSerializer)
+        await asyncio.wait_for(ended.wait(), 10)
+        await until(lambda: client.hlen(keys.dead) == 2 and client.xlen(keys.groups) == 2)
+    check_oracle(client, "r")
+    assert sorted(client.hkeys(keys.dead)) == [b"0", b"3"]
 
 
 def _letters(farm: Settlement) -> list[bytes]:

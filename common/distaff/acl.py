@@ -112,6 +112,7 @@ ROLES = (
                 "{queue}": "lpush rpush lrange lpos",
                 "{job}": "hget hmget hset hdel del",
                 "{wip}": "zrange zscore",
+                "{canceled}": "zrange zadd",
                 "{execution}": "exists",
             },
         ),

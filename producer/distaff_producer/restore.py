@@ -15,7 +15,15 @@ import redis
 from distaff import scripts
 from distaff.keys import RunKeys, job_id
 from distaff.runs import RunState
-from distaff_producer.rq_jobs import EXECUTION_PREFIX, JOB_PREFIX, QUEUES_KEY, QueuedJob, queue_key, wip_key
+from distaff_producer.rq_jobs import (
+    EXECUTION_PREFIX,
+    JOB_PREFIX,
+    QUEUES_KEY,
+    QueuedJob,
+    canceled_key,
+    queue_key,
+    wip_key,
+)
 
 
 class Restorer:
@@ -23,7 +31,8 @@ class Restorer:
 
     def __init__(self, client: redis.Redis, *, run: str, pool: str) -> None:
         self._client = client
-        self._run, self._keys, self._queue, self._wip = run, RunKeys(run), queue_key(pool), wip_key(pool)
+        self._run, self._keys = run, RunKeys(run)
+        self._queue, self._wip, self._canceled = queue_key(pool), wip_key(pool), canceled_key(pool)
         self._script = scripts.register(client, "restore")
 
     def restore(self, state: RunState, job_of: Callable[[int], QueuedJob | None]) -> int:
@@ -31,7 +40,7 @@ class Restorer:
         return sum(self._put_back(seq, job) for seq in self.lost(state) if (job := job_of(seq)))
 
     def _put_back(self, seq: int, job: QueuedJob) -> int:
-        keys = [self._keys.state, self._keys.settled, self._queue, QUEUES_KEY, job.key, self._wip]
+        keys = [self._keys.state, self._keys.settled, self._queue, QUEUES_KEY, job.key, self._wip, self._canceled]
         return cast("int", self._script(keys=keys, args=[seq, job.id, EXECUTION_PREFIX, *job.fields]))
 
     def lost(self, state: RunState) -> list[int]:
@@ -42,10 +51,12 @@ class Restorer:
         with self._client.pipeline(transaction=True) as pipeline:
             pipeline.lrange(self._queue, 0, -1)
             pipeline.zrange(self._wip, 0, -1)
+            pipeline.zrange(self._canceled, 0, -1)
             for seq in unsettled:
                 pipeline.hget(f"{JOB_PREFIX}{job_id(self._run, seq)}", "status")
-            queue, leases, *statuses = pipeline.execute()
-        places = {b"queued": set(queue), b"started": {lease.partition(b":")[0] for lease in leases}}
+            queue, leases, canceled, *statuses = pipeline.execute()
+        leased = {lease.partition(b":")[0] for lease in leases}
+        places = {b"queued": set(queue), b"started": leased, b"canceled": set(canceled)}
         return [
             seq
             for seq, status in zip(unsettled, statuses, strict=True)

@@ -13,7 +13,7 @@ import redis
 from rq import Queue, Retry
 from rq.defaults import RQ_KEY_PREFIX
 from rq.job import Job, JobStatus
-from rq.registry import StartedJobRegistry
+from rq.registry import CanceledJobRegistry, StartedJobRegistry
 from rq.utils import now
 
 from distaff.keys import job_id
@@ -56,6 +56,11 @@ def queue_key(pool: str) -> str:
 def wip_key(pool: str) -> str:
     """Key of the registry that holds the pool's leases."""
     return str(StartedJobRegistry.key_template.format(pool))
+
+
+def canceled_key(pool: str) -> str:
+    """Key of the registry of jobs that an operator canceled."""
+    return str(CanceledJobRegistry.key_template.format(pool))
 
 
 def queued_job(item: RolloutItem, *, pool: str, group_timeout_s: float, client: redis.Redis) -> QueuedJob:
