@@ -45,13 +45,14 @@ CUTS: tuple[Way, ...] = ("cut reply", "flush scripts")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One strike at one command, the first being 1."""
+    """One strike at the k-th command, the first being 1, or at the k-th of those that RespProxy calls `word`."""
 
     way: Way
     k: int
+    word: str = ""
 
     def __str__(self) -> str:
-        return f"{self.way}:{self.k}"
+        return f"{self.way}:{self.k}" + (f":{self.word}" if self.word else "")
 
 
 @dataclass(slots=True)
@@ -164,22 +165,19 @@ class Place:
         """As `strike`, while it lives."""
         victim: Future[Victim] = Future()
         with RespProxy(self.url) as proxy:
-            done: threading.Event | None = None
-            match point:
-                case Point("kill before", k):
-                    done = proxy.at(k, lambda: victim.result(PATIENCE_S).kill(), when="before")
-                case Point("kill after", k):
-                    done = proxy.at(k, lambda: victim.result(PATIENCE_S).kill(), when="after")
-                case Point("flush scripts", k):
-                    done = proxy.at(k, self._forget_scripts, when="before")
-                case Point("cut reply", k):
-                    done = proxy.cut_reply(k)
+            strikes: dict[Way, Callable[[], None]] = {
+                "kill before": lambda: victim.result(PATIENCE_S).kill(),
+                "kill after": lambda: victim.result(PATIENCE_S).kill(),
+                "flush scripts": self._forget_scripts,
+                "cut reply": lambda: None,
+            }
+            done = _arm(proxy, point, strikes[point.way]) if point else None
             victim.set_result(self.start(role, url=proxy.url, **options))
             try:
                 yield victim.result()
             finally:
                 self.commands, self.words = proxy.count, proxy.words
-                self.struck = point is not None and done is not None and self.commands >= point.k and done.wait(10)
+                self.struck = point is not None and done is not None and _seen(self.words, point) and done.wait(10)
 
     def _forget_scripts(self) -> None:
         self.client.script_flush()
@@ -236,13 +234,13 @@ class Farm(AbstractContextManager["Farm"]):
         """Play `scene` once untouched and then at each `every`-th command in each way; one line that says what was played.
 
         only: strike every one of these commands, as the untouched play had them, and no other. reach: the share of the points that must come to pass, so that the test cannot pass by never striking.
-        Fails with every point at which the scene failed. FAULT_POINT="<way>:<k>" plays that point alone.
+        Fails with every point at which the scene failed. FAULT_POINT="<way>:<k>[:<word>]" plays that point alone.
         """
         with self.place() as place:
             scene(place, None)
             commands, words = place.commands, place.words
-        if only:
-            points = [Point(way, k) for way in ways for k, word in enumerate(words, start=1) if word in only]
+        if only and "FAULT_POINT" not in os.environ:
+            points = [Point(way, n, word) for way in ways for word in only for n in range(1, words.count(word) + 1)]
         else:
             points = _points(commands, ways, seed=seed, every=every)
         began = time.monotonic()
@@ -271,13 +269,32 @@ class Farm(AbstractContextManager["Farm"]):
                 )
                 return (
                     place.struck,
-                    f"{type(error).__name__}: {error}\ncommands: {place.words[max(0, point.k - 6) : point.k + 3]}\n{logs}",
+                    f"{type(error).__name__}: {error}\ncommands: {_around(place.words, point)}\n{logs}",
                 )
             return place.struck, ""
 
 
+def _arm(proxy: RespProxy, point: Point, action: Callable[[], None]) -> threading.Event:
+    when: Literal["before", "after"] = "before" if point.way in ("kill before", "flush scripts") else "after"
+    if point.word:
+        return proxy.at_word(point.word, point.k, action, when=when)
+    return proxy.at(point.k, action, when=when)
+
+
+def _around(words: Sequence[str], point: Point) -> Sequence[str]:
+    """What was sent shortly before and after the strike."""
+    places = [at for at, word in enumerate(words) if not point.word or word == point.word]
+    at = places[point.k - 1] if point.k <= len(places) else len(words)
+    return words[max(0, at - 6) : at + 3]
+
+
+def _seen(words: Sequence[str], point: Point) -> bool:
+    """The command to be struck was sent."""
+    return (words.count(point.word) if point.word else len(words)) >= point.k
+
+
 def _points(commands: int, ways: Sequence[Way], *, seed: int, every: int) -> list[Point]:
     if wanted := os.environ.get("FAULT_POINT"):
-        way, _, k = wanted.partition(":")
-        return [Point(known, int(k)) for known in ways if known == way]
+        way, k, *word = wanted.split(":")
+        return [Point(known, int(k), *word) for known in ways if known == way]
     return [Point(way, k) for n, way in enumerate(ways) for k in range(1 + (seed + n) % every, commands + 1, every)]

@@ -57,7 +57,8 @@ def a_trainer(place: Place, point: Point | None) -> None:
         assert got(victim) == [(seq, 1) for seq in range(COUNT)], "a lost reply is no delivery"
     left = in_stream(place.client)
     same_name = point is None or point.k % 2 == 0
-    heir = place.start("trainer", name="trainer-0" if same_name else "trainer-1")
+    named = {"name": "trainer-0", "claim_idle_s": 30} if same_name else {"name": "trainer-1"}
+    heir = place.start("trainer", **named)
     assert heir.wait() == 0
     came = [seq for seq, _ in got(heir)]
     assert (came if same_name else sorted(came)) == left, "not what was left, or not in order"

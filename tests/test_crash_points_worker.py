@@ -74,7 +74,7 @@ def test_a_settlement_whose_reply_is_lost_is_neither_lost_nor_repeated(
 ) -> None:
     """P5: every emit, dead letter, retry and hand-back, cut off before it is applied or after."""
     settling = ("EVALSHA emit", "EVALSHA bury", "EVALSHA release")
-    farm.enumerate(a_worker, CUTS, seed=seed(request), only=settling, reach=0.5)
+    farm.enumerate(a_worker, CUTS, seed=seed(request), only=settling)
 
 
 @pytest.mark.exhaustive

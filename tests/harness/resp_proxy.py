@@ -60,6 +60,7 @@ class RespProxy:
         self._weather = Weather()
         self._seen = _Seen()
         self._fates: dict[int, Fate] = {}
+        self._awaited: dict[tuple[str, int], Fate] = {}
         self._faults: _Faults | None = None
         self._sessions: set[Session] = set()
         self._scripts = _script_names()
@@ -117,6 +118,12 @@ class RespProxy:
         """
         fate = Fate(after=when == "after", action=action)
         self._thread.call(lambda: self._fates.update({k: fate}))
+        return fate.done
+
+    def at_word(self, word: str, n: int, action: Callable[[], None], *, when: When) -> threading.Event:
+        """As `at`, for the n-th command (the first is 1) that `words` calls `word`."""
+        fate = Fate(after=when == "after", action=action)
+        self._thread.call(lambda: self._awaited.update({(word, n): fate}))
         return fate.done
 
     def cut_reply(self, k: int) -> threading.Event:
@@ -217,6 +224,9 @@ class RespProxy:
         self._seen.words.append(f"{name} {self._scripts.get(first, first[:60])}".rstrip())
         number = len(self._seen.names)
         fate = self._fates.pop(number, None)
+        if fate is None and self._awaited:
+            word = self._seen.words[-1]
+            fate = self._awaited.pop((word, self._seen.words.count(word)), None)
         return fate if fate is not None or self._faults is None else self._throw(number, self._faults)
 
     def _throw(self, number: int, faults: _Faults) -> Fate | None:
