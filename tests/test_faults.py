@@ -277,3 +277,19 @@ def test_leases_that_ran_out_in_an_outage_may_be_extended_before_they_are_swept(
     assert sweeper.sweep() == 1
     assert client.lrange("rq:queue:default", 0, -1) == [dead.job_id.encode()]
     assert client.hget(keys.state, "lost") == b"1"
+
+
+def test_jobs_of_others_do_not_keep_a_lease_from_being_swept(client: redis.Redis) -> None:
+    """P4: more expired entries than one look takes, none of them ours to put back; ours behind them is."""
+    open_run(client, RUN)
+    enqueue(client, RUN, 1)
+    [lease] = Claimer(client, pool=POOL, worker="w", worker_key="rq:worker:w", lease_s=60).claim(1)
+    client.zadd("rq:wip:default", {f"{lease.job_id}:{lease.execution_id}": 2.0})
+    with client.pipeline() as pipeline:
+        for number in range(1200):
+            pipeline.hset(f"rq:job:other-{number}", "status", "started")
+            pipeline.zadd("rq:wip:default", {f"other-{number}:x": 1.0})
+        pipeline.execute()
+    assert Sweeper(client, pool=POOL).sweep() == 1
+    assert client.lrange("rq:queue:default", 0, -1) == [lease.job_id.encode()]
+    assert client.zcard("rq:wip:default") == 1200

@@ -215,7 +215,7 @@ class GroupPlayer:
             worker=self._worker,
             attempt=lease.attempts + lease.lost + 1,
             seconds=time.monotonic() - lease.claimed,
-            created=time.time(),
+            created=lease.server_time,
         )
         advantages = group_advantages(
             [part.reward for part in played],

@@ -26,23 +26,32 @@ if lease > 0 then
   redis.call('SET', KEYS[3], string.format('%.6f %.6f', now, quiet), 'EX', math.ceil(10 * lease) + 3600)
   if now < quiet then return back end
 end
-for _, composite in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[4])) do
-  local id, execution = string.match(composite, '^([^:]+):(.+)$')
-  local job = id and redis.call('HMGET', ARGV[1] .. id, 'status', 'distaff_exec') or {}
-  if job[1] == 'started' and job[2] == execution then
-    redis.call('HINCRBY', ARGV[1] .. id, 'distaff_lost', 1)
-    redis.call('HSET', ARGV[1] .. id, 'status', 'queued', 'enqueued_at', ARGV[5])
-    redis.call('HDEL', ARGV[1] .. id, 'distaff_exec', 'started_at')
-    redis.call('LPUSH', KEYS[2], id)
-    back[#back + 1] = id
-    local run = place(id)
-    if run and redis.call('EXISTS', ARGV[2] .. run .. ':state') == 1 then
-      redis.call('HINCRBY', ARGV[2] .. run .. ':state', 'lost', 1)
+-- What is not ours to put back (a stock worker's job) is left in place and passed over, however much of it there is.
+local limit, kept, looked = tonumber(ARGV[4]), 0, 0
+while #back < limit and looked < 20 * limit do
+  local page = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', kept, limit)
+  if #page == 0 then break end
+  looked = looked + #page
+  for _, composite in ipairs(page) do
+    local id, execution = string.match(composite, '^([^:]+):(.+)$')
+    local job = id and redis.call('HMGET', ARGV[1] .. id, 'status', 'distaff_exec') or {}
+    if job[1] == 'started' and job[2] == execution then
+      redis.call('HINCRBY', ARGV[1] .. id, 'distaff_lost', 1)
+      redis.call('HSET', ARGV[1] .. id, 'status', 'queued', 'enqueued_at', ARGV[5])
+      redis.call('HDEL', ARGV[1] .. id, 'distaff_exec', 'started_at')
+      redis.call('LPUSH', KEYS[2], id)
+      back[#back + 1] = id
+      local run = place(id)
+      if run and redis.call('EXISTS', ARGV[2] .. run .. ':state') == 1 then
+        redis.call('HINCRBY', ARGV[2] .. run .. ':state', 'lost', 1)
+      end
     end
-  end
-  if job[1] ~= 'started' or job[2] then
-    redis.call('ZREM', KEYS[1], composite)
-    if id then redis.call('ZREM', ARGV[3] .. id, execution) end
+    if job[1] == 'started' and not job[2] then
+      kept = kept + 1
+    else
+      redis.call('ZREM', KEYS[1], composite)
+      if id then redis.call('ZREM', ARGV[3] .. id, execution) end
+    end
   end
 end
 return back
