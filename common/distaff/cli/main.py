@@ -18,6 +18,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from distaff.cli import streams
 from distaff.cli.flags import Parser, add_flags, collect, normalized, unknown_flag
 from distaff.cli.loading import Loaded, load
 from distaff.cli.roles import FailedLater
@@ -142,6 +143,7 @@ COMMANDS: Mapping[str, Command] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    streams.secure()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(arguments)
