@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-faults-all soak lint bench base-wheel compose-test constraints clean
+.PHONY: help demo test test-faults-all test-mutations soak lint bench base-wheel compose-test constraints clean
 
 help: ## what the commands are
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -23,6 +23,9 @@ test-faults-all: $(VENV)/.dev ## every crash point of every role, some minutes; 
 MINUTES ?= 30
 soak: $(VENV)/.dev ## half an hour of random faults on a whole farm (MINUTES=2 for less, SEED=n to replay); docs/soak.md
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+test-mutations: $(VENV)/.dev ## each mechanism switched off in a copy of the tree: its test has to fail (PROMISES="P1 P15" for some)
+	@$(BIN)/python -m tests.mutations $(PROMISES)
 
 lint: $(VENV)/.dev ## ruff, mypy, import contracts
 	@$(BIN)/ruff check .
