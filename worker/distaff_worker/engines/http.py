@@ -246,7 +246,6 @@ async def read_events(response: aiohttp.ClientResponse) -> AsyncGenerator[JSON]:
             if line.startswith((b"data:", b"error:")):
                 field, _, text = line.partition(b":")
                 if text.strip() != b"[DONE]":
-                    check_density(text, where=where)
                     event = parse_json(text, where=where)
                     yield {"error": event} if field == b"error" else event
 
@@ -262,6 +261,7 @@ def check_density(body: bytes, *, where: str) -> None:
 
 def parse_json(body: bytes, *, where: str) -> JSON:
     """Strict JSON (no NaN, no infinities) or EngineAnswerError."""
+    check_density(body, where=where)
     try:
         return pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:

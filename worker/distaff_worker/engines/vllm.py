@@ -26,7 +26,7 @@ from distaff_worker.engines.discovery import (
     without_tokens,
 )
 from distaff_worker.engines.gentle import LARGE_BYTES, parse_gently
-from distaff_worker.engines.http import HttpPool, describe, not_json, parse_json, read_parts
+from distaff_worker.engines.http import HttpPool, check_density, describe, not_json, parse_json, read_parts
 from distaff_worker.engines.protocol import EngineInfo, Generation
 
 GENERATE = "/inference/v1/generate"
@@ -111,8 +111,10 @@ class VllmEngine:
 
 
 def _parse_large(parts: list[bytes], *, where: str) -> JSON:
+    body = b"".join(parts)
+    check_density(body, where=where)
     try:
-        return parse_gently(b"".join(parts), lambda document: document["choices"][0]["logprobs"])
+        return parse_gently(body, lambda document: document["choices"][0]["logprobs"])
     except ValueError as error:
         raise not_json(error, where=where) from None
 
