@@ -1,6 +1,6 @@
 """Which fault strikes whom, when, and for how long: made from a seed before anything starts.
 
-Invariant: the same seed and shape give the same schedule. It begins with a worker's death; every kind of fault comes once in each round of
+Invariant: the same seed and shape give the same schedule. It begins with a worker's death and with lost replies; every kind of fault comes once in each round of
 the deck; nothing strikes a target that a fault has in its grip; after every second kill of a worker the rest of the farm is left alone for `quiet_s`, so that the time to
 recovery means something.
 """
@@ -106,7 +106,8 @@ class _Dealer:
     kills: int = 0
 
     def cards(self) -> Iterator[_Card]:
-        yield next(card for card in DECK if (card.kind, card.whom) == ("kill", "worker"))
+        for kind in ("kill", "commands"):
+            yield next(card for card in DECK if (card.kind, card.whom) == (kind, "worker"))
         while True:
             deck = [card for card in DECK for _ in range(card.times)]
             self.random.shuffle(deck)
