@@ -24,7 +24,7 @@ from distaff_producer.admit import Admission
 from tests import test_admit, test_consumer, test_consumer_faults, test_faults, test_producer, test_service
 from tests.harness.servers import KINDS, Kind, RedisServer
 from tests.producer_support import config
-from tests.test_settlement_machine import Settlement
+from tests.settlement_machine import Settlement
 from tests.worker_support import open_run
 
 EVICTING = (
