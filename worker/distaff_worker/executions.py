@@ -155,7 +155,7 @@ class Executions:
     async def _settle(self, running: Running, outcome: Outcome | None, books: Executor) -> None:
         lease = running.lease
         if outcome is None and running.interrupt == "lost":
-            log.warning("lease.lost", job=lease.job_id)
+            self._report(lease, None, "lost")
             return
         try:
             answer = await asyncio.get_running_loop().run_in_executor(books, self._carry_out, lease, outcome)
