@@ -6,7 +6,9 @@ Each runs in a copy of the tree with an interpreter of its own, so that processe
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutations.catalogue import MUTATIONS, Mutation
+from tests.process_support import leftovers
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCES = ("common", "producer", "worker", "consumer", "tests", "benchmarks", "deploy", "docs", "examples")
@@ -93,14 +96,22 @@ def run(mutation: Mutation) -> Result:
             "-m",
             "",
         ]
-        started = time.monotonic()
+        started, mark = time.monotonic(), f"MUTATION_{folder.parent.name}"
         try:
             done = subprocess.run(
-                [*command, *mutation.test.split()], cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S
+                [*command, *mutation.test.split()],
+                cwd=folder,
+                env={**os.environ, "MUTATION_MARK": mark},
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
             )
             code, output = done.returncode, done.stdout
         except subprocess.TimeoutExpired:
             code, output = -1, "took too long"
+        finally:
+            for pid in leftovers(mark):  # what a mutation keeps from ending
+                os.kill(pid, signal.SIGKILL)
         last = next((line for line in reversed(output.splitlines()) if line.startswith("E ")), output[-200:])
         return Result(mutation=mutation, code=code, seconds=time.monotonic() - started, last=last.strip())
 
