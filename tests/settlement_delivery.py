@@ -184,7 +184,7 @@ class DeliverySteps:
             assert lease.life == self.model.runs[run].life
             assert lease.policy_version == self.model.policies.get(run, 0)
 
-    @step(weight=4, worker=some_worker, when=lambda self: self.model.keys or self.model.wip)
+    @step(weight=8, worker=some_worker, when=lambda self: self.model.keys or self.model.wip)
     def beat(self, worker: str) -> None:
         """The owner's leases are extended, the loser is told."""
         hands = self.workers[worker]

@@ -15,13 +15,15 @@ from rq.serializers import JSONSerializer
 
 from distaff.keys import RunKeys, job_id, parse_job_id
 from distaff.types import RolloutItem
+from distaff_producer.restore import Restorer
+from distaff_producer.rq_jobs import queued_job
 from distaff_worker.leases import Lease
 from distaff_worker.outcome import Outcome
 from distaff_worker.rq_schema import JSONQueue
 from tests.settlement_machine import Settlement
 from tests.settlement_support import POOL, RUNS
 from tests.test_service import make_service, working
-from tests.worker_support import ScriptedPlayer, check_oracle, emit_of, enqueue, open_run, until
+from tests.worker_support import ScriptedPlayer, check_oracle, emit_of, enqueue, make_item, open_run, until
 
 RUN, OTHER = RUNS
 
@@ -97,6 +99,7 @@ def test_an_item_that_an_operator_cancels_is_a_dead_letter(farm: Settlement, cla
         farm.claim("w0", 1, False, 9)
     farm.cancel(0, raced)
     farm.settle_canceled(["w1", "w2"])
+    farm.all_is_well()
     [letter] = [json.loads(text) for text in _letters(farm)]
     assert (letter["kind"], letter["boundary"], letter["item"]["seq"]) == ("stopped", "operator", 0)
     if claimed:
@@ -157,6 +160,50 @@ def test_an_execution_that_a_worker_never_heard_of_leaves_its_list(farm: Settlem
     farm.claim("w0", 1, False, 9)
     farm.beat("w0")
     assert farm.client.scard("rq:worker:w0:executions") == len(farm.workers["w0"].hands)
+
+
+def test_the_first_worker_hears_that_its_item_is_anothers(farm: Settlement) -> None:
+    """P3: its beat extends nothing, and takes nothing from the second."""
+    farm.claim("w0", 1, False, 9)
+    farm.lose(0, "w1")
+    farm.beat("w0")
+    farm.all_is_well()
+    assert (len(farm.workers["w0"].hands), len(farm.workers["w1"].hands)) == (0, 1)
+    farm.emit(0, True, False)
+    farm.emit(1, True, False)
+    farm.emit(0, True, False)
+
+
+def test_a_lease_left_over_takes_no_item_from_its_new_owner(farm: Settlement) -> None:
+    """`rq empty` deleted the job of an item that was being played (its id was on the list a second time), and the producer restored it."""
+    farm.claim("w0", 1, False, 9)
+    farm.push_again(0, True)
+    farm.empty()
+    farm.restore(0)
+    farm.claim("w1", 3, False, 9)
+    farm._expire(f"{farm.executions[0][1].job_id}:{farm.executions[0][1].execution_id}")
+    farm.sweep(["w2", "w1"])
+    farm.all_is_well()
+    farm.beat("w1")
+    assert len(farm.workers["w1"].hands) == 3
+
+
+def test_an_item_that_came_back_meanwhile_is_not_restored(farm: Settlement) -> None:
+    """What the producer found lost is looked at again in the script: queued, leased and settled items are left alone."""
+    restorer = Restorer(farm.client, run=RUN, pool=POOL)
+
+    def put_back(seq: int) -> int:
+        return restorer._put_back(
+            seq, queued_job(make_item(RUN, seq), pool=POOL, group_timeout_s=5, client=farm.client)
+        )
+
+    assert put_back(0) == 0
+    farm.claim("w0", 1, False, 9)
+    assert put_back(0) == 0
+    farm.emit(0, False, False)
+    assert put_back(0) == 0
+    assert put_back(3) == 0
+    farm.all_is_well()
 
 
 def test_a_consumer_that_came_before_the_run_reads_a_run_opened_anew(farm: Settlement) -> None:
