@@ -90,7 +90,7 @@ def test_only_what_fits_the_window_is_admitted(client: redis.Redis, admission: A
 
 
 def test_a_full_redis_refuses_a_batch_whole(client: redis.Redis, admission: Admission, full_memory: None) -> None:
-    """Out of memory means nothing of the batch is there: no cursor without jobs, no jobs without cursor."""
+    """P8: Out of memory means nothing of the batch is there: no cursor without jobs, no jobs without cursor."""
     before = snapshot(client)
     with pytest.raises(redis.exceptions.OutOfMemoryError):
         admission.admit(jobs(client, 0, 3), expected=0, target=20)

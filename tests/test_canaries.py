@@ -53,7 +53,7 @@ def no_secret_leaks() -> None:
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("value", [*CANARY.values(), REDIS_PASSWORD])
 def test_every_canary_is_found_in_every_spelling(spelling: str, value: str) -> None:
-    """One name for each, and none where there is none."""
+    """P28: One name for each, and none where there is none."""
     assert len(secrets_in(SPELLINGS[spelling](value))) == 1
     assert secrets_in(SPELLINGS[spelling]("nothing to see here")) == []
 
@@ -131,7 +131,7 @@ def test_innocent(client, tmp_path):
 
 
 def test_every_test_is_searched(tmp_path: Path) -> None:
-    """The fixture that all tests have fails one that leaves a canary in Redis, in an argument, in what a process said, or in its folder."""
+    """P28: The fixture that all tests have fails one that leaves a canary in Redis, in an argument, in what a process said, or in its folder."""
     tests = processes.ROOT / "tests"
     (tmp_path / "conftest.py").write_text((tests / "conftest.py").read_text())
     (tmp_path / "test_leak.py").write_text(LEAKS)

@@ -232,7 +232,7 @@ async def test_a_new_run_of_the_same_name_is_not_taken_for_duplicates(
 
 
 async def test_a_slow_second_consumer_group_loses_nothing(client: redis.Redis, redis_url: str) -> None:
-    """Two groups and one that comes later, acknowledging in random order: each gets all, and only then is the stream empty."""
+    """P9: Two groups and one that comes later, acknowledging in random order: each gets all, and only then is the stream empty."""
     sent = 40
     append_groups(client, _groups(sent // 2), close=False)
     fast = GroupConsumer("run", client, group="fast", batch=7, **FAST)
@@ -262,7 +262,7 @@ async def test_a_slow_second_consumer_group_loses_nothing(client: redis.Redis, r
 
 
 def test_memory_returns_to_base_when_groups_are_acknowledged(client: redis.Redis) -> None:
-    """Redis's own count of the stream's bytes, with two consumer groups."""
+    """P9: Redis's own count of the stream's bytes, with two consumer groups."""
     append_groups(client, (make_group(seq=seq, tokens=1024) for seq in range(20)))
     before = _memory(client)
     for name in ("a", "b"):
@@ -277,7 +277,7 @@ def test_memory_returns_to_base_when_groups_are_acknowledged(client: redis.Redis
 
 
 async def test_a_cancelled_read_loses_nothing(client: redis.Redis, redis_url: str) -> None:
-    """A timeout strikes after Redis delivered and before the reply is here: those entries are found again, in order."""
+    """P20: A timeout strikes after Redis delivered and before the reply is here: those entries are found again, in order."""
     append_groups(client, _groups(30), close=False)
     mine = connect_async(redis_url)
     rng = random.Random(3)
@@ -345,7 +345,7 @@ async def test_a_batch_that_was_cancelled_half_way_is_continued(client: redis.Re
 
 
 async def test_members_of_a_group_share_the_entries(client: redis.Redis, redis_url: str) -> None:
-    """Two members at once: disjoint, together everything, and both see the end."""
+    """P23: Two members at once: disjoint, together everything, and both see the end."""
     append_groups(client, _groups(50))
 
     async def member() -> list[int]:

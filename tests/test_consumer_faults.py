@@ -219,7 +219,7 @@ def test_what_the_server_gives_to_a_read_that_nobody_waits_for_is_found(client: 
 
 
 def test_a_consumer_outlives_a_restart_of_redis(tmp_path: Path) -> None:
-    """kill -9 of Redis while the consumer reads; what comes after the restart is read, everything once."""
+    """P7: kill -9 of Redis while the consumer reads; what comes after the restart is read, everything once."""
     with RedisServer(tmp_path, aof=True, config={"appendfsync": "always"}) as server:
         append_groups(server.client(), _groups(0, 5), close=False)
         seqs: list[int] = []

@@ -149,7 +149,7 @@ async def test_versions_are_stamped_at_dispatch_and_at_completion(redis_url: str
 
 
 async def test_a_rollout_that_fails_is_left_out_and_the_others_keep_their_places(redis_url: str) -> None:
-    """One broken answer in a group: a recorded failure without samples, and no shift of anybody's reward."""
+    """P12: One broken answer in a group: a recorded failure without samples, and no shift of anybody's reward."""
     refused: list[int] = []
 
     async def script(ask: Ask) -> Reply:
@@ -173,7 +173,7 @@ async def test_a_rollout_that_fails_is_left_out_and_the_others_keep_their_places
 async def test_environment_code_that_raises_is_a_dead_letter_that_names_the_place(
     redis_url: str, client: redis.Redis, fault: str, where: str
 ) -> None:
-    """P14: after the attempts, a dead letter with the boundary; the other rows go on."""
+    """P13, P14: after the attempts, a dead letter with the boundary; the other rows go on."""
     async with ScriptedEngine(script=lambda ask: says("number 1")) as engine:
         args = {"rows": 4, "turns": 2, "fault": fault, "where": where}
         config = run_config(engine.url, environment={"args": args}, rollouts={"max_attempts": 2, "rollout_retries": 0})

@@ -15,8 +15,9 @@ from distaff.errors import (
     EngineRefused,
     EngineUnavailable,
 )
-from distaff_worker.engines import open_token_engine
+from distaff_worker.engines import http, open_token_engine
 from distaff_worker.engines.endpoints import Endpoints
+from distaff_worker.engines.failures import PassingFailure
 from tests.engines_support import (
     DEADLINE_S,
     KINDS,
@@ -61,7 +62,7 @@ async def test_retries_end_with_their_number(kind: str, opened: Open) -> None:
 
 
 async def test_retries_end_with_the_budget(opened: Open) -> None:
-    """No retry begins after retry_budget_s."""
+    """P11: No retry begins after retry_budget_s."""
     async with ScriptedEngine(script=lambda ask: status(503)) as server:
         begun = time.monotonic()
         with pytest.raises(EngineUnavailable):
@@ -77,6 +78,20 @@ async def test_retry_after_is_honoured(kind: str, opened: Open) -> None:
         await opened(section(server, kind=kind, model="scripted"))()
     first, second = server.records
     assert second.started - first.ended >= 0.69
+
+
+def test_waits_between_retries_are_spread() -> None:
+    """P11: full jitter below a bound that doubles; after Retry-After between that and a tenth more, so that the waiting do not come back as one."""
+    pool = http.HttpPool(section("http://127.0.0.1:9"), rng=random.Random(1))
+    for attempt in range(3):
+        bound = http.FIRST_BACKOFF_S * 2.0**attempt
+        waits = sorted(pool._backoff(attempt, PassingFailure("503")) for _ in range(300))
+        assert 0 <= waits[0] < 0.1 * bound
+        assert 0.9 * bound < waits[-1] <= bound
+        assert len(set(waits)) > 290
+    waits = sorted(pool._backoff(3, PassingFailure("429", retry_after_s=10.0)) for _ in range(300))
+    assert 10.0 <= waits[0] < 10.1
+    assert 10.9 < waits[-1] <= 11.0
 
 
 async def test_a_retry_after_beyond_the_budget_gives_up_at_once(opened: Open) -> None:

@@ -70,7 +70,7 @@ def test_an_ordinary_answer_is_really_cut_up(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_is_not_json_is_refused_all_the_same() -> None:
-    """Cut, flipped and lengthened bodies: the same verdict as that of one call of the parser."""
+    """P12: Cut, flipped and lengthened bodies: the same verdict as that of one call of the parser."""
     rng = random.Random(7)
     body = json.dumps(answer([{"token": str(n), "logprob": -n / 7} for n in range(200)])).encode()
     for _ in range(1000):

@@ -51,7 +51,7 @@ def run_program(form: str) -> str:
 
 
 def test_every_line_is_json_in_a_pipe_and_holds_no_secret() -> None:
-    """Our events, a library's records, tracebacks and crashes: redacted, one object a line, bound fields kept."""
+    """P28: Our events, a library's records, tracebacks and crashes: redacted, one object a line, bound fields kept."""
     text = run_program("auto")
     records = [json.loads(line) for line in text.splitlines()]
     events = [record["event"] for record in records]

@@ -48,7 +48,7 @@ async def test_an_episode_comes_back_as_played() -> None:
 
 
 async def test_a_rollout_past_its_deadline_is_a_timeout_after_cleaning_up() -> None:
-    """The environment is cancelled, cleans up, and the episode says why it ended."""
+    """P10: The environment is cancelled, cleans up, and the episode says why it ended."""
     environment = FakeEnvironment()
     episode = await play(Roller(), environment, {"seconds": 30}, 0.1)
     failure = episode.plays[0].error

@@ -77,7 +77,7 @@ def letter(item: RolloutItem, kind: str = "dropped") -> DeadLetter:
 
 
 async def test_every_item_ends_in_the_stream_exactly_once(redis_url: str, client: redis.Redis) -> None:
-    """Fifty items through eight slots: fifty entries, counters that agree, nothing left behind."""
+    """P1: Fifty items through eight slots: fifty entries, counters that agree, nothing left behind."""
     keys = open_run(client, RUN)
     enqueue(client, RUN, 50)
     async with working(make_service(redis_url, ScriptedPlayer())):
@@ -367,7 +367,7 @@ async def test_a_burst_worker_does_not_take_an_outage_for_an_empty_queue(
 
 @pytest.mark.parametrize("groups", [1, 7])
 async def test_the_worker_recycles_after_max_groups(redis_url: str, client: redis.Redis, groups: int) -> None:
-    """`max_groups` settles exactly so many and leaves the rest on the queue."""
+    """P16: `max_groups` settles exactly so many and leaves the rest on the queue."""
     open_run(client, RUN)
     enqueue(client, RUN, 10)
     await asyncio.wait_for(make_service(redis_url, ScriptedPlayer(), max_groups=groups).run(), 20)

@@ -161,7 +161,7 @@ def _with_schema(text: str, **more: Any) -> dict[Any, Any]:
 
 
 def test_a_newer_minor_is_read() -> None:
-    """Keys this version does not know are ignored, in the entry, in the map and in the head."""
+    """P25: Keys this version does not know are ignored, in the entry, in the map and in the head."""
     body = msgpack.unpackb(encode_group(GROUP)["group"])
     head = msgpack.unpackb(body["head"])
     head["novelty"], head["rollouts"]["novelty"] = [[1], {"a": None}], [1, 2, 3]
@@ -172,7 +172,7 @@ def test_a_newer_minor_is_read() -> None:
 
 @pytest.mark.parametrize("text", ["2.0", "2.3", "0.9"])
 def test_another_major_is_refused_with_the_mend(text: str) -> None:
-    """The message names both versions and the command; nothing of the body is looked at."""
+    """P25: The message names both versions and the command; nothing of the body is looked at."""
     with pytest.raises(SchemaVersionError, match=rf"schema {text}.*reads 1\.x.*pip install --upgrade distaff"):
         decode_group({**_with_schema(text), "group": b"not even msgpack"})
 

@@ -40,7 +40,7 @@ def _content(group: ScoredGroup) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_golden_groups_decode_for_ever(path: Path) -> None:
-    """Whatever was released is read by every later version, to the last bit."""
+    """P25: Whatever was released is read by every later version, to the last bit."""
     group = decode_group(msgpack.unpackb(path.read_bytes()))
     assert _content(group) == json.loads(path.with_suffix(".json").read_text())
 

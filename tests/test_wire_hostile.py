@@ -135,7 +135,7 @@ BOMBS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_is_refused_within_bounded_memory(name: str) -> None:
-    """At most four times the input on top, or, for small ones, what a head of one megabyte can hold."""
+    """P26: At most four times the input on top, or, for small ones, what a head of one megabyte can hold."""
     body = BOMBS[name]
     tracemalloc.start()
     try:
@@ -148,7 +148,7 @@ def test_a_bomb_is_refused_within_bounded_memory(name: str) -> None:
 
 
 def test_a_compression_bomb_is_refused_before_it_grows() -> None:
-    """A gigabyte of zeros in a few kilobytes, with and without its size in the frame, costs no memory."""
+    """P26: A gigabyte of zeros in a few kilobytes, with and without its size in the frame, costs no memory."""
     honest = zstandard.ZstdCompressor(level=1).compress(bytes(128 * MIB))
     silent = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(bytes(128 * MIB))
     lying = zstandard.ZstdCompressor(level=1).compress(bytes(MIB))
