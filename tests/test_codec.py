@@ -58,6 +58,7 @@ def test_a_group_of_any_shape_is_the_same_after_the_wire(group: ScoredGroup, com
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @MANY
 @given(group=groups(), compression=st.sampled_from(["none", "zstd"]))
 def test_thousands_of_groups_are_the_same_after_the_wire(group: ScoredGroup, compression: Compression) -> None:
@@ -111,6 +112,7 @@ def test_an_item_that_the_producer_admits_is_the_one_the_worker_plays(item: Roll
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @MANY
 @given(item=items())
 def test_thousands_of_items_are_those_the_worker_plays(item: RolloutItem) -> None:

@@ -182,11 +182,17 @@ def _packed(value: Any) -> bytes:
         return bytes(msgpack.packb(json.loads(json.dumps(value, default=str), parse_int=float)))
 
 
+def damaged_part(body: dict[str, Any], name: str) -> st.SearchStrategy[bytes]:
+    junk = JUNK + NOT_JSON + (BINARY if name == "head" else [])
+    return damaged_value(body[name], junk).map(lambda part: _closed({**body, name: part}))
+
+
 def damaged_entries(mode: Mode) -> st.SearchStrategy[dict[bytes, bytes]]:
     entry = GROUPS[mode]
     bodies = st.one_of(
         damaged_bytes(entry[b"group"]),
         damaged_value(_opened(entry), JUNK + NOT_JSON + BINARY).map(_closed),
+        *[damaged_part(_opened(entry), name) for name in ("head", "head", "messages", "task", "tools")],
     )
     zipped = st.one_of(
         bodies.map(zstandard.ZstdCompressor(level=1).compress),
@@ -211,8 +217,16 @@ def check_entry(entry: dict[bytes, bytes]) -> None:
     assert len(group.samples) == len(list(group.samples))
 
 
+def with_first_token(token: int) -> dict[bytes, bytes]:
+    body = msgpack.unpackb(GROUPS["rl"][b"group"])
+    ids = token.to_bytes(4, "little", signed=True) + body["token_ids"][4:]
+    return {**GROUPS["rl"], b"group": msgpack.packb({**body, "token_ids": ids})}
+
+
 @QUICK
 @given(entry=st.one_of([damaged_entries(mode) for mode in GROUPS]))
+@example(entry=with_first_token(-1))
+@example(entry=with_first_token(32_000))
 def test_a_damaged_group_is_a_whole_one_or_a_wire_error(entry: dict[bytes, bytes]) -> None:
     """What passes passes the alignment checks and can be written again."""
     check_entry(entry)
