@@ -24,6 +24,7 @@ def run(*, examples: int, steps: int) -> None:
         run_state_machine_as_test(Settlement, settings=profile)
 
 
+@pytest.mark.slow
 def test_any_order_of_steps_settles_every_item_once() -> None:
     """P1, P2, P3, P5, P6, P9: every step of delivery and everything an operator may do to it, held against the model."""
     run(examples=80, steps=40)

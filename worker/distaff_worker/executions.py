@@ -24,7 +24,7 @@ from distaff_worker.leases import Lease, Settlement
 from distaff_worker.letters import Letters
 from distaff_worker.metrics import Metrics
 from distaff_worker.outcome import Bury, Emit, Outcome, Player, Retry
-from distaff_worker.rq_schema import decode_job
+from distaff_worker.rq_schema import decode_job, unknown_item
 from distaff_worker.settle import Settler
 
 log = structlog.get_logger(__name__)
@@ -117,7 +117,7 @@ class Executions:
         try:
             item = decode_job(lease.payload, job_id=lease.job_id)
         except WireError as error:
-            item = _unknown_item(lease)
+            item = unknown_item(lease.job_id)
             rejected = self._letters.bury(lease, item, kind="rejected", boundary="queue", message=str(error))
             await self._settle(running, rejected, books)
             return
@@ -206,8 +206,3 @@ class Executions:
                 log.warning("item.retried", kind=outcome.kind, boundary=outcome.boundary, reason=outcome.message)
             case None:
                 log.info("item.handed_back", job=lease.job_id)
-
-
-def _unknown_item(lease: Lease) -> RolloutItem:
-    run, seq = lease.place
-    return RolloutItem(run=run, seq=seq, key="", epoch=0, split="train", task={}, seed=0)
