@@ -19,7 +19,7 @@ from distaff import GroupConsumer
 from distaff.keys import RunKeys
 from distaff_worker.command import SWITCH_INTERVAL_S
 from tests.farm_support import make_worker, produce, run_config, settled
-from tests.harness.oracle import check
+from tests.harness.oracle import check_whole
 from tests.harness.processes import rss_bytes, start
 from tests.worker_support import check_oracle, until
 
@@ -121,11 +121,12 @@ async def test_a_huge_group_is_emitted_whole_and_does_not_stall_the_loop(
 ) -> None:
     """P21: 131,072 tokens a rollout, 64 of them in the whole enumeration: every token arrives, and the loop is late by less than 100 ms."""
     lag = await play(redis_url, client, engine, size=size, max_bytes=256 << 20)
-    check(client, "run-1")
+    check_oracle(client, "run-1")
     with GroupConsumer("run-1", client, max_bytes=256 << 20) as consumer:
         [delivery] = list(consumer)
         group = delivery.group
         consumer.ack(delivery)
+    check_whole(group)
     assert len(group.samples) == len(group.rollouts) == size
     said = np.array([5 + n % 1000 for n in range(TOKENS - 1)] + [2], np.int32)
     for sample in group.samples:
