@@ -89,8 +89,11 @@ def make_worker(
 ) -> tuple[Service, Metrics]:
     """A worker as `distaff work` builds it."""
     client, metrics = connect(url, socket_timeout_s=socket_timeout_s), Metrics()
+    started = launcher()
+    started.start()
+    started.wait()  # the seconds of the first import are no part of what a test waits for
     hosting = Hosting(
-        launcher=launcher(),
+        launcher=started,
         worker=hosts or WorkerSection(),
         on_end=lambda reason: metrics.environments_ended.labels(reason).inc(),
     )

@@ -55,6 +55,10 @@ class Launcher:
         ours.send(json.dumps(sys.path).encode())
         self._control, self._ready = ours, False
 
+    def wait(self) -> None:
+        """Return when the zygote answers. Raises EnvironmentLoadError."""
+        self._ask({"op": "status", "pid": 0})
+
     async def fork(self, descriptors: Sequence[int]) -> int:
         """The pid of a new host with these descriptors (socket, board, stack file). Raises EnvironmentLoadError."""
         self.start()
