@@ -20,7 +20,7 @@ VIOLATIONS = [
     ("what a trainer imports", "common/distaff/consumer.py", "import distaff.config"),
     ("what a trainer imports", "common/distaff/types.py", "import pydantic"),
     ("what a trainer imports", "common/distaff/runs.py", "from rq.job import Job"),
-    ("stages of the worker never import each other", "worker/distaff_worker/score.py", "from distaff_worker import rollout"),
+    ("stages of the worker never import each other", "worker/distaff_worker/sft.py", "from distaff_worker import rollout"),
     ("stages of the worker never import each other", "worker/distaff_worker/sft.py", "import distaff_worker.rendering.loading"),
 ]  # fmt: skip
 
