@@ -124,4 +124,3 @@ def _operate(draw: st.DrawFn, copy: Any, key: Any, keys: list[Any], junk: list[A
         case _ if isinstance(copy, list):
             copy.extend([copy[key]] * draw(st.sampled_from([1, 7, 8, 100])))
     return copy
-

@@ -94,7 +94,7 @@ async def test_a_worker_that_may_not_settle_any_more_ends_instead_of_wearing_ite
         await until(lambda: len(player.played) == ITEMS)
         client.acl_setuser(user, categories=["+@all"], commands=[f"-{denied}"], **rules)  # type: ignore[arg-type]
         go.set()
-        with quiet_threads(), pytest.raises(WorkerBroken, match="does not let user 'narrow' do this.*handed back"):
+        with quiet_threads(), pytest.raises(WorkerBroken, match=r"does not let user 'narrow' do this.*handed back"):
             await asyncio.wait_for(task, SECONDS)
     finally:
         client.acl_deluser(user)
