@@ -58,8 +58,9 @@ def get(port: int, path: str) -> int:
 
 
 @pytest.fixture
-def health() -> Iterator[int]:
-    """Port of a health server whose metrics are larger than any socket's buffers."""
+def health(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Port of a health server whose metrics are larger than any socket's buffers, and which is patient for longer than a test."""
+    monkeypatch.setattr("distaff_worker.health.IDLE_S", 60.0)
     registry = CollectorRegistry()
     big = Counter("big", "A metric with many labels", ["label"], registry=registry)
     for n in range(200):
