@@ -167,5 +167,5 @@ def test_a_server_that_is_not_there_is_a_reset() -> None:
     """As close to a refused connection as a proxy comes."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-    with ByteProxy("127.0.0.1", port) as proxy, opened(proxy) as connection, pytest.raises(ConnectionResetError):
+    with ByteProxy("127.0.0.1", port) as proxy, pytest.raises(ConnectionResetError), opened(proxy) as connection:
         connection.recv(1)
