@@ -301,8 +301,9 @@ class HostProcess:
     async def _ended(self) -> None:
         """Its socket is closed, or nobody will read it: see that the process is gone, and tell all who wait."""
         self._kill()
-        self._how = _words(await self._launcher.status(self.pid))
-        self.loss = self._verdict or self._crash()
+        status = await self._launcher.status(self.pid)
+        self._how = _words(status)
+        self.loss = self._verdict or self._crash(known=status is not None)
         self._writer.close()
         for rollout in self._rollouts.values():
             _settle(rollout.answer, {"op": "lost"})
@@ -313,8 +314,9 @@ class HostProcess:
             self._watching.cancel()
         self._on_end(self)
 
-    def _crash(self) -> Loss:
-        running = self._ran_at_the_end()
+    def _crash(self, *, known: bool) -> Loss:
+        """known: how it ended. It is not when the zygote was killed, and its hosts with it, which is nobody's fault."""
+        running = self._ran_at_the_end() if known else frozenset()
         log.error(
             "environment.crashed", host=self.pid, how=self._how, groups=len(running), frames=self._stacks.frames()
         )
