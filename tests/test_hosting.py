@@ -18,6 +18,7 @@ from distaff.keys import RunKeys
 from distaff.settings import WorkerSection
 from distaff_worker.metrics import Metrics
 from tests.farm_support import groups_of, launcher, make_worker, produce, run_config, says, settled, tokenizer
+from tests.harness.processes import children
 from tests.scripted_engine import Record, ScriptedEngine
 from tests.worker_support import check_oracle, until
 
@@ -227,7 +228,10 @@ async def test_a_killed_zygote_is_started_anew(redis_url: str, client: redis.Red
         await until(lambda: sum("say a number" in prompt(record) for record in engine.records) == 12, seconds=30)
         zygote = launcher()._zygote
         assert zygote is not None
+        hosts = children(zygote.pid)
+        assert hosts
         os.kill(zygote.pid, signal.SIGKILL)
+        await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in hosts), what="hosts outlive their zygote")
         go.set()
         await until(lambda: settled(client, "run-1"), seconds=60)
         service._stop("test")
