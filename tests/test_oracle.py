@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
+from rq.registry import StartedJobRegistry
 
 from distaff.keys import RunKeys, job_id
 from distaff.types import SampleArrays, ScoredGroup
 from distaff.wire import encode_group
 from distaff_worker.claim import Claimer
 from distaff_worker.leases import Counts
-from distaff_worker.rq_schema import JOB_PREFIX, PoolKeys
+from distaff_worker.rq_schema import JOB_PREFIX, JSONQueue, PoolKeys
 from distaff_worker.settle import Settler
 from tests.group_support import make_group
 from tests.harness.oracle import check, check_whole
-from tests.worker_support import POOL, enqueue, open_run
+from tests.worker_support import POOL, enqueue, open_run, wait_until
 
 RUN = "run"
 
@@ -147,3 +148,21 @@ def test_a_token_trained_twice_or_never_does_not_pass() -> None:
     for arrays in (doubled, SampleArrays.concatenate(samples[1:], with_logprobs=True)):
         with pytest.raises(AssertionError, match=r"rollout 0 sampled 8 tokens and trains (16|0)"):
             check_whole(replace(group, samples=arrays))
+
+
+@pytest.mark.parametrize("ends", ["emitted", "buried"])
+def test_nothing_is_left_of_an_execution_that_rqs_own_clean_up_ended(client: redis.Redis, ends: str) -> None:
+    """`rq info` puts a dead worker's item back by itself, and leaves the execution in the job's list: settling the item removes it."""
+    open_run(client, RUN)
+    enqueue(client, RUN, 1)
+    dead, alive = (Claimer(client, pool=POOL, worker=w, worker_key=f"rq:worker:{w}", lease_s=0.05) for w in ("d", "a"))
+    dead.claim(1)
+    wait_until(lambda: StartedJobRegistry(queue=JSONQueue(POOL, connection=client)).get_expired_job_ids())
+    StartedJobRegistry(queue=JSONQueue(POOL, connection=client)).cleanup()
+    [lease] = alive.claim(1)
+    settler = Settler(client, pool=POOL, worker="a", worker_key="rq:worker:a")
+    if ends == "emitted":
+        assert settler.emit(lease, encode_group(whole_group(0)), _counts()) == ends
+    else:
+        assert settler.bury(lease, '{"kind": "timeout"}', text="late") == ends
+    assert len(check(client, RUN)) == 1

@@ -29,6 +29,7 @@ if verdict == 'buried' then
   redis.call('XADD', KEYS[11], 'MAXLEN', 10, '*', 'type', '2', 'worker_name', ARGV[8], 'exc_string', ARGV[7],
              'execution_id', ARGV[1])
   redis.call('EXPIRE', KEYS[11], ttl)
+  redis.call('DEL', KEYS[3]) -- RQ's own clean-up takes a dead execution off the registry and leaves it in this list
   redis.call('HINCRBY', KEYS[6], 'failed_job_count', 1)
   redis.call('HINCRBYFLOAT', KEYS[6], 'total_working_time', ARGV[10])
 end

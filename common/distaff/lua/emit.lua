@@ -31,6 +31,7 @@ if verdict == 'emitted' then
   redis.call('HSET', KEYS[1], 'status', 'finished', 'ended_at', ARGV[4], 'distaff_settled', ARGV[1])
   redis.call('EXPIRE', KEYS[1], ttl)
   redis.call('ZADD', KEYS[7], redis.call('TIME')[1] + ttl, ARGV[2])
+  redis.call('DEL', KEYS[3]) -- RQ's own clean-up takes a dead execution off the registry and leaves it in this list
   redis.call('HINCRBY', KEYS[6], 'successful_job_count', 1)
   redis.call('HINCRBYFLOAT', KEYS[6], 'total_working_time', ARGV[11])
 end
