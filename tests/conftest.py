@@ -22,9 +22,20 @@ def pytest_configure() -> None:
     """Secrets for every process that a test starts. And tracebacks in logs as commands print them: structlog's own default draws every
     local variable, for seconds."""
     os.environ.update(CANARY)
+    _configure_structlog()
+
+
+def _configure_structlog() -> None:
+    structlog.reset_defaults()
     renderer = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
     merge, level = structlog.contextvars.merge_contextvars, structlog.processors.add_log_level
     structlog.configure(processors=[merge, level, structlog.processors.TimeStamper("%H:%M:%S.%f"), renderer])
+
+
+@pytest.fixture(autouse=True)
+def structlog_as_configured_here() -> None:
+    """A test that ran a command in this process may have left its level or its stream behind."""
+    _configure_structlog()
 
 
 @pytest.fixture(autouse=True)

@@ -203,7 +203,7 @@ class DeliverySteps:
     @step(weight=2, n=of_them, when=lambda self: self.model.keys or self.model.wip)
     def expire(self, n: int) -> None:
         """A lease runs out."""
-        self._expire(pick(sorted({*self.model.keys, *self.model.wip}), n))
+        self._expire(pick(sorted({*self.model.keys, *self.model.wip}, key=self.model.order.__getitem__), n))
 
     def _expire(self, lease: str) -> None:
         self.client.zadd(KEYS.wip, {lease: 1}, xx=True)

@@ -80,6 +80,8 @@ class Model:
         self.wip: dict[str, bool] = {}
         """Leases in the registry, and whether each has run out."""
         self.keys: set[str] = set()
+        self.order: dict[str, int] = {}
+        """Lease -> which it was: execution ids differ between two runs of the same steps."""
         """Leases whose execution key is there."""
         self.canceled: set[str] = set()
         self.failed: set[str] = set()
@@ -188,6 +190,7 @@ class Model:
     def lease(self, name: str, execution: str) -> None:
         self.jobs[name].holder = execution
         self.wip[f"{name}:{execution}"] = False
+        self.order.setdefault(f"{name}:{execution}", len(self.order))
         self.keys.add(f"{name}:{execution}")
 
     def owns(self, name: str, execution: str) -> bool:

@@ -14,6 +14,7 @@ import pytest
 import redis
 from rq import Queue
 from rq.command import send_shutdown_command
+from rq.job import Job
 
 from distaff.config import RunConfig
 from distaff.errors import FatalRun
@@ -256,6 +257,7 @@ def test_leases_that_ran_out_in_an_outage_may_be_extended_before_they_are_swept(
     kept, dead = Claimer(client, pool=POOL, worker="w", worker_key="rq:worker:w", lease_s=lease_s).claim(2)
     ran_out = {f"{lease.job_id}:{lease.execution_id}": 1.0 for lease in (kept, dead)}
     client.zadd("rq:wip:default", ran_out)
+    client.delete(*(f"rq:execution:{lease}" for lease in ran_out), "rq:worker:w:executions")
     client.set(swept_key(POOL), "1.0 0.0")
     assert sweeper.sweep() == 0
     assert sweeper.sweep() == 0
@@ -277,6 +279,9 @@ def test_leases_that_ran_out_in_an_outage_may_be_extended_before_they_are_swept(
     assert sweeper.sweep() == 1
     assert client.lrange("rq:queue:default", 0, -1) == [dead.job_id.encode()]
     assert client.hget(keys.state, "lost") == b"1"
+    [execution] = Job.fetch(kept.job_id, client, serializer="json").get_executions()
+    assert (execution.id, execution.worker_name) == (kept.execution_id, "w"), "RQ reads what the beat wrote again"
+    assert client.smembers("rq:worker:w:executions") == {execution.composite_key.encode()}
 
 
 def test_jobs_of_others_do_not_keep_a_lease_from_being_swept(client: redis.Redis) -> None:
