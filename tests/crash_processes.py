@@ -33,7 +33,8 @@ from distaff_worker import service as service_module
 from distaff_worker.leases import Counts, Lease
 from distaff_worker.metrics import Metrics
 from distaff_worker.outcome import Bury, Emit, Outcome, Retry
-from distaff_worker.service import Service, ServiceOptions
+from distaff_worker.service import Service
+from distaff_worker.service_options import ServiceOptions
 from tests.archive_process import PlainArchive
 from tests.group_support import make_group
 from tests.producer_support import Numbers, config

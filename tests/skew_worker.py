@@ -17,7 +17,8 @@ from distaff_worker.leases import Lease
 from distaff_worker.letters import Letters
 from distaff_worker.metrics import Metrics
 from distaff_worker.outcome import Outcome
-from distaff_worker.service import Service, ServiceOptions
+from distaff_worker.service import Service
+from distaff_worker.service_options import ServiceOptions
 from tests.worker_support import POOL, ScriptedPlayer, emit_of
 
 RUN = "run-1"

@@ -22,7 +22,8 @@ from distaff_worker.leases import Lease
 from distaff_worker.metrics import Metrics
 from distaff_worker.outcome import Outcome
 from distaff_worker.rq_schema import JOB_PREFIX
-from distaff_worker.service import Service, ServiceOptions
+from distaff_worker.service import Service
+from distaff_worker.service_options import ServiceOptions
 from tests.group_support import make_group
 from tests.harness.oracle import check_settled
 from tests.harness.seeds import seeded

@@ -24,7 +24,8 @@ from distaff_producer.produce import Producer
 from distaff_worker.leases import Lease
 from distaff_worker.metrics import Metrics
 from distaff_worker.outcome import Outcome
-from distaff_worker.service import Service, ServiceOptions
+from distaff_worker.service import Service
+from distaff_worker.service_options import ServiceOptions
 from distaff_worker.sweep import Sweeper
 from tests.archive_process import PlainArchive
 from tests.farm_support import make_worker, run_config, says, settled

@@ -29,7 +29,8 @@ from distaff_worker.memory import rss_bytes
 from distaff_worker.metrics import Metrics
 from distaff_worker.outcome import Bury, Outcome, Retry
 from distaff_worker.rq_schema import JSONQueue, PoolKeys
-from distaff_worker.service import Service, ServiceOptions
+from distaff_worker.service import Service
+from distaff_worker.service_options import ServiceOptions
 from distaff_worker.settle import Settler
 from tests.worker_support import POOL, ScriptedPlayer, check_oracle, emit_of, enqueue, open_run, until
 

@@ -27,7 +27,8 @@ from distaff_worker.hosting.opening import Hosting
 from distaff_worker.job import GroupPlayer
 from distaff_worker.leases import Counts
 from distaff_worker.metrics import Metrics
-from distaff_worker.service import Service, ServiceOptions
+from distaff_worker.service import Service
+from distaff_worker.service_options import ServiceOptions
 from distaff_worker.warm import WarmRuns
 
 

@@ -19,7 +19,8 @@ from distaff.wire import encode_group
 from distaff_worker.leases import Counts, Lease
 from distaff_worker.metrics import Metrics
 from distaff_worker.outcome import Emit, Outcome
-from distaff_worker.service import Service, ServiceOptions
+from distaff_worker.service import Service
+from distaff_worker.service_options import ServiceOptions
 
 SLOTS = 64
 

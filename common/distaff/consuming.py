@@ -22,13 +22,7 @@ from redis import exceptions
 
 from distaff.clients import is_full
 from distaff.consuming_steps import MAX_BLOCK_S, Call, Delivery, Pause, RunScript, Steps, Work
-from distaff.errors import (
-    CodecMissing,
-    ConfigurationError,
-    GroupTooLarge,
-    SchemaVersionError,
-    WireError,
-)
+from distaff.errors import CodecMissing, ConfigurationError, GroupTooLarge, SchemaVersionError, WireError
 from distaff.keys import RUN_NAME, RunKeys
 from distaff.retrying import until_answered
 from distaff.seen import SeenNumbers

@@ -30,7 +30,8 @@ from distaff_worker.hosting.launcher import Launcher
 from distaff_worker.hosting.opening import Hosting
 from distaff_worker.job import GroupPlayer
 from distaff_worker.metrics import Metrics
-from distaff_worker.service import Service, ServiceOptions
+from distaff_worker.service import Service
+from distaff_worker.service_options import ServiceOptions
 from distaff_worker.warm import WarmRuns
 
 log = structlog.get_logger(__name__)

@@ -170,12 +170,13 @@ class GroupPlayer:
             failure = too_few(failures, usable=usable, size=len(attempts), required=required)
             return self._letters.failed(run.config.rollouts, lease, item, failure)
         policy = PolicySpan(start=lease.policy_version, end=await self._policy_now(item.run))
-        group = self._assemble(run, lease, item, played, policy)
+        loop = asyncio.get_running_loop()
+        group = await loop.run_in_executor(self._packing, self._assemble, run, lease, item, played, policy)
         self._count(attempts, group)
         if group.verdict == "zero_variance" and run.config.rollouts.zero_variance == "drop":
             message = "every rollout has the same reward"
             return self._letters.bury(lease, item, kind="dropped", boundary="filter", message=message)
-        return await asyncio.get_running_loop().run_in_executor(self._packing, self._encode, run, lease, item, group)
+        return await loop.run_in_executor(self._packing, self._encode, run, lease, item, group)
 
     async def _policy_now(self, run: str) -> int:
         """The published version; waits for a Redis that is away, as long as the lease lasts."""

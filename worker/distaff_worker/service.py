@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import redis
@@ -34,6 +33,7 @@ from distaff_worker.memory import rss_bytes
 from distaff_worker.metrics import Metrics
 from distaff_worker.outcome import Player
 from distaff_worker.registration import Registration
+from distaff_worker.service_options import ServiceOptions
 from distaff_worker.settle import Settler
 from distaff_worker.sweep import Sweeper
 
@@ -49,24 +49,6 @@ ALIVE_S = 1.0
 TIDY_EVERY_S = 60.0
 UNWIND_S = 5.0
 """How long an interrupted play may take to clean up before it is left behind."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceOptions:
-    """How one worker works; see WorkerSection in `distaff.settings`."""
-
-    pool: str
-    name: str
-    slots: int = 64
-    lease_s: float = 30.0
-    beat_s: float = 5.0
-    drain_s: float = 30.0
-    burst: bool = False
-    """End when the queue is empty and nothing runs."""
-    max_groups: int = 0
-    """End, gracefully, after so many settled items; 0: never."""
-    max_rss_bytes: int = 0
-    """End, gracefully, when the process has grown to so much; 0: never."""
 
 
 class Service:
