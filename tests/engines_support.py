@@ -15,8 +15,8 @@ from distaff_worker.engines import open_chat_engine, open_token_engine
 from distaff_worker.engines.protocol import ChatEngine, ChatReply, Generation, TokenEngine
 from tests.scripted_engine import Reply, Script, ScriptedEngine
 
-KINDS = ("vllm", "llamacpp", "openai")
-TOKEN_KINDS = ("vllm", "llamacpp")
+KINDS = ("vllm", "sglang", "llamacpp", "openai")
+TOKEN_KINDS = ("vllm", "sglang", "llamacpp")
 DEADLINE_S = 0.6
 NOISE_S = 5.0
 """The promise is one second; a machine that runs other tests beside these may take longer for work of its own."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 JSON = Any
-GENERATION_ROUTES = ("/inference/v1/generate", "/completion", "/v1/chat/completions")
+GENERATION_ROUTES = ("/inference/v1/generate", "/v1/completions", "/generate", "/completion", "/v1/chat/completions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Ask:
     @property
     def prompt_ids(self) -> list[int]:
         """Of the token routes; empty on chat."""
-        return list(self.body.get("token_ids") or self.body.get("prompt") or [])
+        return list(self.body.get("token_ids") or self.body.get("input_ids") or self.body.get("prompt") or [])
 
     @property
     def messages(self) -> list[dict[str, JSON]]:
@@ -96,10 +96,20 @@ def status(code: int, message: str = "scripted", **headers: str) -> Fault:
 
 
 @functools.lru_cache(maxsize=64)
-def render(answer: Answer, path: str, model: str) -> bytes:
-    """The body of `answer` on `path`. Cached by the identity of `answer`, so a constant script costs nothing."""
-    shapes = {"/inference/v1/generate": _vllm, "/completion": _llamacpp, "/v1/chat/completions": _chat}
-    body = shapes[path](answer, answer.model or model)
+def render(answer: Answer, path: str, model: str, prompt: tuple[int, ...] = (1, 2, 3)) -> bytes:
+    """The body of `answer` on `path`. Cached by the identity of `answer`, so a constant script costs nothing.
+
+    prompt: repeated, or its length, where the route does that.
+    """
+    name = answer.model or model
+    match path:
+        case "/v1/completions":
+            body = _vllm_completions(answer, name, prompt)
+        case "/generate":
+            body = _sglang(answer, prompt)
+        case _:
+            shapes = {"/inference/v1/generate": _vllm, "/completion": _llamacpp, "/v1/chat/completions": _chat}
+            body = shapes[path](answer, name)
     return json.dumps(answer.mangle(body) if answer.mangle else body).encode()
 
 
@@ -130,6 +140,62 @@ def _vllm(answer: Answer, model: str) -> dict[str, JSON]:
         "weight_versions": spans if answer.policy_version else None,
     }
     return {"request_id": "generate-0", "model": model, "created": 0, "choices": [choice]}
+
+
+def _vllm_completions(answer: Answer, model: str, prompt: tuple[int, ...]) -> dict[str, JSON]:
+    """vLLM's OpenAI route as it answers return_token_ids and return_tokens_as_token_ids."""
+    logprobs = logprobs_of(answer)
+    named = [f"token_id:{token}" for token in answer.token_ids]
+    choice = {
+        "index": 0,
+        "text": answer.text,
+        "logprobs": {
+            "text_offset": list(range(len(logprobs))),
+            "token_logprobs": logprobs,
+            "tokens": named,
+            "top_logprobs": [{name: logprob} for name, logprob in zip(named, logprobs, strict=False)],
+        },
+        "finish_reason": answer.finish_reason,
+        "stop_reason": None,
+        "token_ids": answer.token_ids,
+        "prompt_logprobs": None,
+        "prompt_token_ids": list(prompt),
+    }
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(answer.token_ids)}
+    return {"id": "cmpl-0", "object": "text_completion", "model": model, "choices": [choice], "usage": usage}
+
+
+def _sglang(answer: Answer, prompt: tuple[int, ...]) -> dict[str, JSON]:
+    """SGLang's native route, made from its documented format; never compared with a running server."""
+    logprobs = logprobs_of(answer)
+    count = len(answer.token_ids)
+    pairs = itertools.zip_longest(logprobs, answer.token_ids[: len(logprobs)], fillvalue=0)
+    reasons: dict[str | None, JSON] = {
+        "stop": {"type": "stop", "matched": answer.token_ids[-1] if answer.token_ids else None},
+        "length": {"type": "length", "length": count},
+        "abort": {"type": "abort", "message": "aborted", "status_code": None, "err_type": None},
+    }
+    versions = answer.policy_version.split(">")
+    share = max(1, count // len(versions))
+    edges = [n * share for n in range(len(versions))] + [count]
+    meta = {
+        "id": "0" * 32,
+        "finish_reason": reasons.get(answer.finish_reason),
+        "prompt_tokens": len(prompt),
+        "weight_version": versions[-1] or "default",
+        "weight_versions": [
+            {"version": version or "default", "start": start, "end": end}
+            for version, start, end in zip(versions, edges, edges[1:], strict=False)
+        ],
+        "num_retractions": 0,
+        "completion_tokens": count,
+        "cached_tokens": 0,
+        "input_token_logprobs": [],
+        "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
+        "output_token_logprobs_length": len(logprobs),
+        "e2e_latency": 0.25,
+    }
+    return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}
 
 
 def _probabilities(answer: Answer) -> list[dict[str, JSON]]:

@@ -1,4 +1,4 @@
-"""A scripted inference engine: vLLM's, llama.cpp's and OpenAI's routes over real sockets, answers by a Python callable.
+"""A scripted inference engine: vLLM's, SGLang's, llama.cpp's and OpenAI's routes over real sockets, answers by a Python callable.
 
 Invariant: every request is recorded with the raw bytes that answered it, so a test can compare what came out of the
 farm with what the engine said. Never runs a model.
@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -75,9 +75,10 @@ class ScriptedEngine:
         port: int = 0,
         host: str = "127.0.0.1",
         ready_after_s: float = 0.0,
+        refused: Mapping[str, int] | None = None,
     ) -> None:
         """barrier: hold every request until so many wait, then answer them all. api_key: 401 without it. ready_after_s:
-        /health and /v1/models say 503 for so long."""
+        /health and /v1/models say 503 for so long. refused: path -> status of a route that the server does not have."""
         self.script: Script = script or (lambda ask: DEFAULT_ANSWER)
         self.latency_s = latency_s
         self.barrier = barrier
@@ -87,6 +88,7 @@ class ScriptedEngine:
         self.api_key = api_key
         self.keep_records = keep_records
         self.ready_after_s = ready_after_s
+        self.refused = dict(refused or {})
         self.documents: dict[str, JSON] = {}
         """Path -> the document to answer instead of our own; not for the generation routes."""
         self.records: list[Record] = []
@@ -187,13 +189,15 @@ class ScriptedEngine:
         if self.keep_records:
             self.paths.append(path)
         if path == "/version":
-            return _json({"version": "0.0-scripted"})
+            return _json(self.documents.get(path, {"version": "0.0-scripted"}))
         if time.monotonic() < self._started + self.ready_after_s:
             return _json({"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}, 503)
         if path == "/health":
             return _json({"status": "ok"})
         if self.api_key and request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return _json({"error": {"message": "Incorrect API key provided", "type": "auth", "code": 401}}, 401)
+        if path in self.refused:
+            return _json({"error": {"message": "Not Found", "code": self.refused[path]}}, self.refused[path])
         if path in self.documents:
             return _json(self.documents[path])
         if path == "/v1/models":
@@ -201,6 +205,10 @@ class ScriptedEngine:
             return _json({"object": "list", "data": [{"id": name, **card} for name in self.served]})
         if path == "/props":
             return _json({"default_generation_settings": {"n_ctx": self.max_model_len}, "build_info": "scripted"})
+        if path == "/model_info":
+            return _json({"model_path": self.model, "is_generation": True, "weight_version": "default"})
+        if path == "/server_info":
+            return _json({"version": "0.0-scripted", "context_length": self.max_model_len})
         if path not in GENERATION_ROUTES:
             return _json({"error": {"message": f"no route {path}", "code": 404}}, 404)
         return await self._generate(request)
@@ -254,8 +262,13 @@ class ScriptedEngine:
             events = render_stream(reply, self.model)
             record.raw = b"".join(events)
             return await _send_events(request, events)
-        record.raw = render(reply, record.ask.path, self.model)
+        record.raw = render(reply, record.ask.path, self.model, *_prompt_for(record.ask))
         return web.Response(body=record.raw, content_type="application/json")
+
+
+def _prompt_for(ask: Ask) -> tuple[tuple[int, ...], ...]:
+    """The prompt, for the routes that repeat it."""
+    return (tuple(ask.prompt_ids),) if ask.path in ("/v1/completions", "/generate") else ()
 
 
 def _json(value: JSON, code: int = 200) -> web.Response:

@@ -40,34 +40,55 @@ def _set(**fields: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda body: body | fields
 
 
+def _in_meta(**fields: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda body: body | {"meta_info": body["meta_info"] | fields}
+
+
+def _bare(event: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"id": entry["id"]} for entry in event.get("completion_probabilities", [])]
+
+
 BAD_FOR_TOKENS = {
     "fewer logprobs": Answer(token_ids=[5, 6, 2], logprobs=[-0.1, -0.2]),
     "more logprobs": Answer(token_ids=[5, 2], logprobs=[-0.1, -0.2, -0.3]),
     "nan": Answer(token_ids=[5, 2], logprobs=[-0.1, math.nan]),
     "minus infinity": Answer(token_ids=[5, 2], logprobs=[-math.inf, -0.1]),
     "positive": Answer(token_ids=[5, 2], logprobs=[0.5, -0.1]),
-    "sentinel": Answer(token_ids=[5, 2], logprobs=[-9999.0, -0.1]),
+    "no finite logprob": Answer(token_ids=[5, 2], logprobs=[-9999.0, None]),  # type: ignore[list-item]
     "outside the vocabulary": Answer(token_ids=[5, 100], logprobs=[-0.1, -0.1]),
     "negative id": Answer(token_ids=[-1, 2], logprobs=[-0.1, -0.1]),
     "boolean id": Answer(token_ids=[True, 2], logprobs=[-0.1, -0.1]),
     "string id": Answer(token_ids=["5", 2], logprobs=[-0.1, -0.1]),  # type: ignore[list-item]
     "string logprob": Answer(token_ids=[5, 2], logprobs=["-0.1", -0.1]),  # type: ignore[list-item]
-    "null logprob": Answer(token_ids=[5, 2], logprobs=[None, -0.1]),  # type: ignore[list-item]
+    "boolean logprob": Answer(token_ids=[5, 2], logprobs=[False, -0.1]),
     "no tokens": Answer(token_ids=[]),
     "not an object": Answer(mangle=lambda body: [1, 2]),
-    "other model": Answer(model="other"),
 }
 BAD_FOR_VLLM = {
+    "other model": Answer(model="other"),
     "no ids": Answer(mangle=in_choice(token_ids=None)),
     "no logprobs": Answer(mangle=in_choice(logprobs=None)),
     "logprobs of other tokens": Answer(mangle=in_choice(token_ids=[5, 6, 2, 7])),
     "no choices": Answer(mangle=_set(choices=[])),
     "a number too large for a float": Fault(
-        body=render(Answer(logprobs=[-0.125] * 4), "/inference/v1/generate", "scripted").replace(b"-0.125", b"-1e999")
+        body=render(Answer(logprobs=[-0.125] * 4), "/inference/v1/generate", "scripted").replace(
+            b"-0.125", b"-1e999", 1
+        )
     ),
     "two choices": Answer(mangle=lambda body: body | {"choices": body["choices"] * 2}),
 }
+BAD_FOR_SGLANG = {
+    "no meta_info": Answer(mangle=_set(meta_info=None)),
+    "no entries": Answer(mangle=_in_meta(output_token_logprobs=None)),
+    "entries without ids": Answer(mangle=_in_meta(output_token_logprobs=[[-0.1], [-0.2]])),
+    "entries that are objects": Answer(mangle=_in_meta(output_token_logprobs=[{"logprob": -0.1, "id": 5}])),
+    "other output ids": Answer(mangle=_set(output_ids=[5, 6, 7, 3])),
+    "a prompt that was cut": Answer(mangle=_in_meta(prompt_tokens=2)),
+    "error with status 200": Answer(mangle=lambda body: {"error": {"message": "boom"}}),
+}
 BAD_FOR_LLAMACPP = {
+    "other model": Answer(model="other"),
+    "an entry without logprob": Answer(mangle=lambda e: e | {"completion_probabilities": _bare(e)}),
     "tokens dropped from the stream": Answer(token_ids=[5, 6, 2], predicted=4),
     "probabilities of other tokens": Answer(mangle=lambda e: e | {"tokens": [t + 1 for t in e["tokens"]]}),
     "no last event": Answer(mangle=lambda e: None if e["stop"] else e),
@@ -96,6 +117,7 @@ BAD_BYTES = {
 BAD = [
     *[(kind, name, reply) for kind in TOKEN_KINDS for name, reply in BAD_FOR_TOKENS.items()],
     *[("vllm", name, reply) for name, reply in BAD_FOR_VLLM.items()],
+    *[("sglang", name, reply) for name, reply in BAD_FOR_SGLANG.items()],
     *[("llamacpp", name, reply) for name, reply in BAD_FOR_LLAMACPP.items()],
     *[("openai", name, reply) for name, reply in BAD_FOR_CHAT.items()],
     *[(kind, f"bytes: {name}", reply) for kind in KINDS for name, reply in BAD_BYTES.items()],

@@ -138,12 +138,19 @@ def test_a_key_variable_that_is_not_set_is_a_configuration_error(monkeypatch: py
 
 def test_rl_with_a_chat_api_is_a_configuration_error() -> None:
     """The message says what RL needs and which kinds have it."""
-    with pytest.raises(ConfigurationError, match=r"token ids with their log-probabilities.*'vllm' or 'llamacpp'"):
+    with pytest.raises(
+        ConfigurationError, match=r"token ids with their log-probabilities.*'vllm', 'sglang' or 'llamacpp'"
+    ):
         open_token_engine(section("http://127.0.0.1:9", kind="openai"), vocab_size=100)
 
 
 def _without_probabilities(event: dict[str, Any]) -> dict[str, Any]:
     return event | {"tokens": [], "completion_probabilities": []}
+
+
+def _without_output_logprobs(body: dict[str, Any]) -> dict[str, Any]:
+    body["meta_info"].pop("output_token_logprobs")
+    return body
 
 
 @pytest.mark.parametrize(
@@ -153,10 +160,23 @@ def _without_probabilities(event: dict[str, Any]) -> dict[str, Any]:
         ("vllm", Answer(mangle=in_choice(token_ids=None))),
         ("vllm", status(404, "Not Found")),
         ("vllm", status(403, "PermissionDenied")),
+        ("sglang", Answer(mangle=_without_output_logprobs)),
+        ("sglang", Answer(logprobs=[])),
+        ("sglang", status(404, "Not Found")),
         ("llamacpp", Answer(mangle=_without_probabilities)),
         ("llamacpp", Answer(logprobs=[])),
     ],
-    ids=["no logprobs", "no ids", "no route", "route off", "llamacpp: neither", "llamacpp: no logprobs"],
+    ids=[
+        "no logprobs",
+        "no ids",
+        "no route",
+        "route off",
+        "sglang: neither",
+        "sglang: no logprobs",
+        "sglang: no route",
+        "llamacpp: neither",
+        "llamacpp: no logprobs",
+    ],
 )
 async def test_check_finds_an_engine_without_ids_or_logprobs(kind: str, reply: Reply) -> None:
     """One token is sampled before the run; the error says what RL needs and how to get it."""

@@ -114,6 +114,17 @@ REFUSALS = {
         Fault(status=400, body=b'{"error":{"code":400,"message":"too big","type":"exceed_context_size_error"}}'),
         ContextOverflow,
     ),
+    "sglang overflow": (
+        Fault(
+            status=400,
+            body=b'{"error":{"message":"The input (9 tokens) is longer than the model\'s context length (8 tokens)."}}',
+        ),
+        ContextOverflow,
+    ),
+    "sglang scheduler overflow": (
+        status(400, "Input length (9 tokens) exceeds the maximum allowed length (8 tokens). Use a shorter input"),
+        ContextOverflow,
+    ),
     "openai overflow": (
         Fault(status=400, body=b'{"error":{"message":"no","code":"context_length_exceeded"}}'),
         ContextOverflow,

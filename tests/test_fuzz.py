@@ -245,7 +245,7 @@ def test_very_many_damaged_groups_are_whole_ones_or_wire_errors(entry: dict[byte
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 GOOD = Answer(token_ids=[5, 6, 2], tool_calls=[CALL], reasoning="r", policy_version="1")
-ROUTES = {"vllm": "/inference/v1/generate", "openai": "/v1/chat/completions"}
+ROUTES = {"vllm": "/inference/v1/generate", "sglang": "/generate", "openai": "/v1/chat/completions"}
 
 
 def _answer(kind: str) -> bytes:

@@ -11,14 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distaff_worker.engines import gentle
-from distaff_worker.engines.gentle import parse_gently
+from distaff_worker.engines.gentle import LongList, parse_gently
 
 TRAPS = ["plain", "},{", "}, {", '"},{"', '"content": [{', "}]", "\\", "é\u2028", '{"a": [', "]}"]
 
 
-def place(document: Any) -> dict[str, Any]:
-    holder: dict[str, Any] = document["choices"][0]["logprobs"]
-    return holder
+def holder(document: Any) -> dict[str, Any]:
+    found: dict[str, Any] = document["choices"][0]["logprobs"]
+    return found
+
+
+PLACE = LongList(holder=holder)
+LISTS = LongList(holder=lambda document: document["meta_info"], name="output_token_logprobs", brackets="[]")
 
 
 def answer(entries: list[Any], **more: Any) -> dict[str, Any]:
@@ -46,7 +50,22 @@ def test_slices_give_what_the_whole_gives(entries: list[Any], compact: bool, fir
     """Texts full of brackets, quotes and separators; another list of the same name before the real one."""
     document = answer(entries, content=first)
     body = json.dumps(document, separators=(",", ":") if compact else None).encode()
-    assert parse_gently(body, place) == json.loads(body)
+    assert parse_gently(body, PLACE) == json.loads(body)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    entries=st.lists(st.tuples(st.floats(-50, 0), st.integers(0, 9), st.none() | st.sampled_from(TRAPS)), max_size=30),
+    compact=st.booleans(),
+)
+def test_slices_of_a_list_of_lists_give_what_the_whole_gives(entries: list[Any], compact: bool) -> None:
+    """SGLang's [log-probability, id, text] entries, with another list of the same name before them."""
+    document = {"output_token_logprobs": [[1]], "meta_info": {"output_token_logprobs": entries, "a": [[2], [3]]}}
+    body = json.dumps(document, separators=(",", ":") if compact else None).encode()
+    assert parse_gently(body, LISTS) == json.loads(body)
+    del document["output_token_logprobs"]
+    body = json.dumps(document).encode()
+    assert parse_gently(body, LISTS) == json.loads(body)
 
 
 def test_an_ordinary_answer_is_really_cut_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +83,7 @@ def test_an_ordinary_answer_is_really_cut_up(monkeypatch: pytest.MonkeyPatch) ->
     for separators in ((",", ":"), (", ", ": ")):
         sizes.clear()
         body = json.dumps(document, separators=separators).encode()
-        assert parse_gently(body, place) == document
+        assert parse_gently(body, PLACE) == document
         assert max(sizes) < 5000
         assert len(sizes) > 100
 
@@ -80,9 +99,9 @@ def test_what_is_not_json_is_refused_all_the_same() -> None:
             expected = gentle._whole(damaged)
         except ValueError:
             with pytest.raises(ValueError, match=r"."):
-                parse_gently(damaged, place)
+                parse_gently(damaged, PLACE)
         else:
-            assert parse_gently(damaged, place) == expected
+            assert parse_gently(damaged, PLACE) == expected
 
 
 @pytest.mark.parametrize("constant", [b"NaN", b"Infinity", b"-Infinity"])
@@ -90,4 +109,4 @@ def test_numbers_that_json_does_not_have_are_refused(constant: bytes) -> None:
     """Inside a slice as well."""
     body = json.dumps(answer([{"logprob": -1.0}] * 50)).encode().replace(b"-1.0", constant, 1)
     with pytest.raises(ValueError, match=r"."):
-        parse_gently(body, place)
+        parse_gently(body, PLACE)

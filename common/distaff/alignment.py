@@ -19,6 +19,9 @@ from distaff.types import SampleArrays, ScoredGroup
 
 LOGPROB_SLACK = 1e-4
 """Engines round: a log-probability may be this much above 0."""
+LOGPROB_FLOOR = -9999.0
+"""Stands for the log-probability of a sampled token that the engine had none for, or minus infinity: exact in float32. An importance ratio
+against it is meaningless: leave tokens with `logprobs <= LOGPROB_FLOOR` out of the loss."""
 
 _DTYPES: dict[str, Any] = {
     "token_ids": np.dtype(np.int32),

@@ -6,10 +6,14 @@ Nothing is imported before an engine is opened: `openai` alone takes a second an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from distaff.config import EngineSection
 from distaff.errors import ConfigurationError
 from distaff_worker.engines.protocol import ChatEngine, TokenEngine
+
+if TYPE_CHECKING:
+    from distaff_worker.engines.token_engine import HttpTokenEngine
 
 __all__ = ["open_chat_engine", "open_token_engine"]
 
@@ -23,17 +27,25 @@ def open_token_engine(
     with the server's own. Raises ConfigurationError for an engine kind without token ids, or
     when the variable with the API key is not set.
     """
-    if section.kind == "openai":
-        raise ConfigurationError(
-            "engine.kind 'openai' cannot be used in RL mode: a chat API returns text, and an RL run needs the sampled token "
-            "ids with their log-probabilities. Use engine.kind 'vllm' or 'llamacpp', or run.mode 'sft'"
-        )
     from distaff_worker.engines.http import HttpPool
+
+    engines = _token_engines()
+    if section.kind not in engines:
+        *first, last = map(repr, engines)
+        raise ConfigurationError(
+            f"engine.kind {section.kind!r} cannot be used in RL mode: a chat API returns text, and an RL run needs the sampled "
+            f"token ids with their log-probabilities. Use engine.kind {', '.join(first)} or {last}, or run.mode 'sft'"
+        )
+    return engines[section.kind](HttpPool(section), vocab_size=vocab_size, encode=encode)
+
+
+def _token_engines() -> dict[str, type[HttpTokenEngine]]:
+    """By kind. A new engine is a module with its wire, and a place in this list."""
     from distaff_worker.engines.llamacpp import LlamaCppEngine
+    from distaff_worker.engines.sglang import SglangEngine
     from distaff_worker.engines.vllm import VllmEngine
 
-    engine = VllmEngine if section.kind == "vllm" else LlamaCppEngine
-    return engine(HttpPool(section), vocab_size=vocab_size, encode=encode)
+    return {engine.kind: engine for engine in (VllmEngine, SglangEngine, LlamaCppEngine)}
 
 
 def open_chat_engine(section: EngineSection) -> ChatEngine:

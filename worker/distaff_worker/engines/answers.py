@@ -1,23 +1,27 @@
 """The one place where an engine's answer is checked.
 
 Invariant: what passes has one finite log-probability <= 0 (within 1e-4) for every sampled token, every id inside the
-vocabulary, and the asked model's name. Nothing is padded, shifted or repaired.
+vocabulary, and the asked model's name. Nothing is padded or shifted. A log-probability that is minus infinity or no number
+reaches us in one of three spellings: null, -9999.0 (vLLM), the lowest float32 (SGLang, llama.cpp). Each becomes
+LOGPROB_FLOOR and is counted; an answer that has no other is an error.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import NoneType
 
 import numpy as np
 
+from distaff.alignment import LOGPROB_FLOOR
 from distaff.errors import EngineAnswerError
 from distaff.types import JSON, FinishReason
 from distaff_worker.engines.protocol import Generation
 
 LOGPROB_TOLERANCE = 1e-4
-MISSING_LOGPROB = -9999.0
-"""vLLM's word for "no log-probability"."""
+ABSENT: JSON = "absent"
+"""Stands for a member that an entry ought to have: null may be a log-probability, this is none."""
 
 _FINISH_REASONS: dict[str, FinishReason] = {
     "stop": "stop",
@@ -49,10 +53,12 @@ def generation(
     ids = _token_ids(token_ids, vocab_size=vocab_size, where=where)
     if not ids and finish_reason != "abort":
         raise EngineAnswerError(f"{where}: the answer has no token ids")
-    values = _logprobs(logprobs, where=where)
+    values, floored = _logprobs(logprobs, where=where)
     if len(ids) != len(values):
         raise EngineAnswerError(f"{where}: {len(ids)} token ids but {len(values)} log-probabilities")
-    return Generation(token_ids=ids, logprobs=values, finish_reason=finish_reason, policy_version=policy_version)
+    return Generation(
+        token_ids=ids, logprobs=values, finish_reason=finish_reason, policy_version=policy_version, floored=floored
+    )
 
 
 def _token_ids(value: JSON, *, vocab_size: int | None, where: str) -> list[int]:
@@ -69,23 +75,40 @@ def _token_ids(value: JSON, *, vocab_size: int | None, where: str) -> list[int]:
     return value
 
 
-def _logprobs(value: JSON, *, where: str) -> list[float]:
+def _logprobs(value: JSON, *, where: str) -> tuple[list[float], int]:
+    """The log-probabilities and how many of them were floored."""
     if not isinstance(value, list):
         raise EngineAnswerError(f"{where}: the answer has no log-probabilities")
-    if not set(map(type, value)) <= {int, float}:
+    kinds = set(map(type, value))
+    if not kinds <= {int, float, NoneType}:
         raise EngineAnswerError(f"{where}: the log-probabilities are not all numbers")
+    if NoneType in kinds:
+        value = [LOGPROB_FLOOR if logprob is None else logprob for logprob in value]
     try:
         numbers = np.array(value, np.float64)
     except OverflowError:
         raise EngineAnswerError(f"{where}: a log-probability is not finite") from None
-    if (numbers == MISSING_LOGPROB).any():
-        raise EngineAnswerError(f"{where}: the engine has no log-probability for some tokens ({MISSING_LOGPROB})")
     if not np.isfinite(numbers).all():
         raise EngineAnswerError(f"{where}: a log-probability is not finite")
     if value and numbers.max() > LOGPROB_TOLERANCE:
         raise EngineAnswerError(f"{where}: log-probability {numbers.max()} is above 0")
-    checked: list[float] = numbers.tolist()
-    return checked
+    floored = int(np.count_nonzero(numbers <= LOGPROB_FLOOR))
+    if floored and floored == len(value):
+        raise EngineAnswerError(f"{where}: the engine has no finite log-probability for any of {floored} tokens")
+    checked: list[float] = np.maximum(numbers, LOGPROB_FLOOR).tolist()
+    return checked, floored
+
+
+def policy_version(spans: JSON, whole: JSON = None) -> str:
+    """The weight version of an answer; "old>new" when the weights changed while it was sampled.
+
+    spans: [{"version", "start", "end"}, ...] in the order of the tokens. whole: the version, where there are no spans.
+    """
+    if not isinstance(spans, list):
+        return str(whole) if isinstance(whole, str | int) else ""
+    return ">".join(
+        dict.fromkeys(str(span["version"]) for span in spans if isinstance(span, dict) and "version" in span)
+    )
 
 
 def finish_reason(value: JSON) -> FinishReason:

@@ -1,7 +1,7 @@
 """What an engine's error answers and failed connections mean, as distaff's errors.
 
-Invariant: no text made here holds a key or a password. One place knows the error shapes of vLLM, llama.cpp and the
-OpenAI-compatible APIs.
+Invariant: no text made here holds a key or a password. One place knows the error shapes of vLLM, SGLang, llama.cpp and
+the OpenAI-compatible APIs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ MAX_MESSAGE_CHARS = 400
 
 _OVERFLOW = re.compile(
     r"maximum context length|exceed_context_size|context_length_exceeded|exceeds? the available context"
-    r"|prompt is too long|longer than the maximum model length|exceeds? the (model's )?(maximum )?context",
+    r"|prompt is too long|longer than the maximum model length|exceeds? the (model's )?(maximum )?context"
+    r"|longer than the model's context length|exceeds? the maximum allowed length",
     re.IGNORECASE,
 )
+_REFUSED = re.compile(r"refuses (?:access|the request) \((\d{3})\):")
 _QUOTA = re.compile(r"insufficient_quota|billing_hard_limit", re.IGNORECASE)
 
 
@@ -74,6 +76,12 @@ def refusal(status: int, body: bytes, *, where: str, key_var: str, secrets: list
     return EngineRefused(f"{where} refuses the request ({status}): {text}")
 
 
+def refused_status(error: EngineRefused) -> int | None:
+    """The HTTP status of a refusal made here; None for any other."""
+    found = _REFUSED.search(str(error))
+    return int(found[1]) if found else None
+
+
 def _key_mend(key_var: str) -> str:
     if key_var:
         return f"Put a valid API key into the environment variable {key_var}"
@@ -88,11 +96,17 @@ def error_text(body: bytes, *, secrets: list[str]) -> str:
 
 
 def _message(body: bytes) -> str:
+    """OpenAI: error.message; FastAPI: detail; Google: the same in a list; Cloudflare: errors; routers: error.metadata.raw beside it."""
     try:
         document = pydantic_core.from_json(body)
     except ValueError:
         return ""
+    if isinstance(document, list) and document:
+        document = document[0]
     error = document.get("error", document) if isinstance(document, dict) else document
-    if isinstance(error, dict):
-        error = next((error[key] for key in ("message", "detail", "error") if error.get(key)), "")
-    return error if isinstance(error, str) else str(error)
+    if not isinstance(error, dict):
+        return error if isinstance(error, str) else str(error)
+    text = next((error[key] for key in ("message", "detail", "error", "errors", "msg") if error.get(key)), "")
+    metadata = error.get("metadata")
+    raw = metadata.get("raw") if isinstance(metadata, dict) else None
+    return f"{text}: {raw}" if raw else text if isinstance(text, str) else str(text)

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from distaff.types import JSON, FinishReason, Message, Tool
+
+LogprobsMode = Literal["model", "sampling", "unknown"]
+"""What log-probabilities are of: the model at temperature 1 whatever the sampling is, the distribution that was sampled
+from (after temperature), or not found out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +26,12 @@ class EngineInfo:
     version: str
     max_context_tokens: int | None
     """prompt + completion; None when the engine does not say."""
+    route: str = ""
+    """Path that tokens are asked for on; "" for a chat engine."""
+    logprobs: LogprobsMode = "unknown"
+    """As measured by the check."""
+    returns_versions: bool = False
+    """Answers name the version of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +41,12 @@ class Generation:
     token_ids: list[int]
     """As sampled, the stop token included when it was sampled."""
     logprobs: list[float]
-    """Natural log, of each sampled token."""
+    """Natural log, of each sampled token; `alignment.LOGPROB_FLOOR` where the engine has none or one below that."""
     finish_reason: FinishReason
     policy_version: str = ""
     """Weight version the engine names, "" when it names none."""
+    floored: int = 0
+    """How many log-probabilities are the floor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,4 +89,8 @@ class ChatEngine(Engine, Protocol):
         session: str,
     ) -> ChatReply:
         """Sample the next assistant message. Errors as in `TokenEngine.generate`."""
+        ...
+
+    def temperature(self, asked: float) -> float:
+        """What answers are really sampled with: `asked`, or the fixed one of an API that has refused to be asked."""
         ...
