@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from benchmarks import in_flight, jobs, results, rollouts, transport
+from benchmarks import in_flight, jobs, results, rollouts, sft_tokens, transport
 from benchmarks.results import Figure
 from distaff.logs import configure_logging
 from distaff.settings import LogSection
@@ -17,6 +17,7 @@ BENCHMARKS: dict[str, Callable[[], Sequence[Figure]]] = {
     "jobs": jobs.run,
     "rollouts": rollouts.run,
     "in-flight": in_flight.run,
+    "sft-tokens": sft_tokens.run,
 }
 
 

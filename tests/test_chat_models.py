@@ -19,6 +19,7 @@ from distaff.errors import ContextOverflow, EngineAnswerError, TurnLimit
 from distaff.types import Message, Tool
 from distaff_worker.chat_models import ApiChatModel, TokenChatModel
 from distaff_worker.engines import open_chat_engine, open_token_engine
+from distaff_worker.engines.protocol import Generation
 from distaff_worker.samples import steps_to_samples
 from distaff_worker.sampling import Limits, derive_seed, turn_sampling
 from distaff_worker.sft import tokenize_chat
@@ -268,6 +269,46 @@ async def test_the_turn_limit_is_a_clean_end(executor: Executor) -> None:
             await model.complete([user("a"), assistant("x"), user("b")], [], {})
         assert len(server.records) == 1
     assert len(model.steps) == 1
+
+
+async def test_the_token_budget_of_a_rollout_is_never_exceeded(executor: Executor) -> None:
+    """The last turn is cut to what is left; then the rollout ends cleanly, before anything is sent."""
+    limits = Limits(max_total_completion_tokens=10)
+    options: dict[str, Any] = {"limits": limits, "sampling": SamplingSection(max_tokens=7)}
+    answers = [says("a b c d"), says("a b c d", end=False, finish="length")]
+    assert [len(answer.token_ids) for answer in answers] == [5, 4]
+    async with token_model(lambda ask: answers[min(ask.number, 1)], executor, **options) as (model, server):
+        messages: list[Message] = [user("a")]
+        for _ in range(3):
+            messages += [(await model.complete(messages, [], {})).message, user("on")]
+        assert [record.ask.sampling["max_tokens"] for record in server.records] == [7, 5, 1]
+        with pytest.raises(ContextOverflow, match="max_total_completion_tokens"):
+            await model.complete(messages, [], {})
+        assert len(server.records) == 3
+
+
+class _Gathering:
+    """An engine that answers nobody before two have asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self._both = asyncio.Event()
+
+    async def generate(self, prompt_ids: list[int], *, max_tokens: int, **_: Any) -> Generation:
+        self.asked.append(max_tokens)
+        if len(self.asked) == 2:
+            self._both.set()
+        await self._both.wait()
+        return Generation(token_ids=[5, END], logprobs=[-0.1, -0.1], finish_reason="stop")
+
+
+async def test_turns_at_once_share_the_token_budget(executor: Executor) -> None:
+    """Two branches of one rollout may not both take what is left."""
+    engine = _Gathering()
+    limits, sampling = Limits(max_total_completion_tokens=10), SamplingSection(max_tokens=7)
+    model = make_model(engine, "smollm2", executor, limits=limits, sampling=sampling)
+    await asyncio.gather(model.complete([user("a")], [], {}), model.complete([user("b")], [], {}))
+    assert sorted(engine.asked) == [3, 7]
 
 
 def test_the_tighter_context_counts() -> None:

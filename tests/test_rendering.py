@@ -289,6 +289,21 @@ def test_a_block_without_a_function_stays_in_the_content(text: str) -> None:
     assert split_tool_calls(text, turn=0) == (text, [])
 
 
+@pytest.mark.parametrize("style", ["llama3_style"])
+def test_a_malformed_json_call_is_answered_as_a_call(style: str) -> None:
+    """The model is told that its arguments are broken; a cut call, another JSON object and a mere text stay what they are."""
+    chosen, made = renderer(style), tokenizer(style)
+    end = made.convert_tokens_to_ids(ENDS[style])
+
+    def parse(text: str, *, cut: bool = False) -> Message:
+        return chosen.parse([*made.encode(text, add_special_tokens=False), *([] if cut else [end])], [ADD])
+
+    broken = '{"name": "add", "parameters": {"a": 1,}}'
+    assert parse(broken)["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1,}'}
+    for text, cut in ((broken, True), ('{"name": "Bob", "age": 3,}', False), ('see {"name": "add"', False)):
+        assert parse(text, cut=cut) == assistant(text)
+
+
 def test_json_that_utf8_cannot_hold_is_made_holdable() -> None:
     r"""A lone surrogate from a \ud800 escape would break every encoder downstream."""
     _, (call,) = read_json_call('{"name": "add", "parameters": {"a": "\\ud800"}}', turn=0)

@@ -154,7 +154,7 @@ def test_reasoning_the_template_drops_later_is_trained_in_its_own_context() -> N
 def test_reasoning_within_a_tool_cycle_stays_in_one_sample() -> None:
     """Thinking between tool calls is part of the context the next call was generated in."""
     (text, _) = trained_text(chat_steps(TOOL_CHAT, [ADD]), "qwen3_style")
-    assert text.count("<think>") == 3
+    assert text.count("<think>") == 2
     assert '{"name": "add", "arguments": {"a": 1, "b": 2}}' in text
     assert "Again." in text
 

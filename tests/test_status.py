@@ -54,7 +54,7 @@ def farm(client: redis.Redis) -> Callable[[str], RunKeys]:
 def _register(client: redis.Redis, name: str, pool: str) -> None:
     beat = datetime.fromtimestamp(server_time(client) - 4, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     fields: dict[Any, Any] = {"hostname": "h1", "pid": 77, "queues": pool, "state": "busy", "last_heartbeat": beat}
-    fields |= {"pool": pool, "running": 3, "slots": 64, "ready": 1, "loop_lag_ms": 2.5}
+    fields |= {"pool": pool, "running": 3, "slots": 64, "ready": 1, "loop_lag_ms": 2.5, "prefix_share": 0.875}
     client.hset(f"rq:worker:{name}", mapping=fields)
     client.sadd("rq:workers", f"rq:worker:{name}")
 
@@ -75,6 +75,7 @@ def test_a_run_is_shown_as_it_stands(client: redis.Redis, farm: Callable[[str], 
     (worker,) = snapshot.workers
     assert (worker.name, worker.host, worker.pid, worker.slots, worker.running) == ("w-a", "h1", 77, 64, 3)
     assert worker.ready
+    assert worker.prefix_share == 0.875
     assert worker.heartbeat_age_s == pytest.approx(4, abs=1)
 
 

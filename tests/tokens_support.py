@@ -112,6 +112,10 @@ def slow_reference(steps: Sequence[ChatStep], style: str) -> list[tuple[list[int
     for step in steps:
         prompt = _ids(step.prompt, step, style, generation_prompt=True)
         closed = _ids([*step.prompt, step.completion], step, style, generation_prompt=False)
+        if style == "qwen3_style" and not step.completion.get("reasoning_content"):
+            # The template writes an empty thought before the answer; the model did not.
+            text = tokenizer(style).decode(prompt) + "<think>\n\n</think>\n\n"
+            prompt = tokenizer(style).encode(text, add_special_tokens=False)
         start = 0
         while start < min(len(prompt), len(closed)) and prompt[start] == closed[start]:
             start += 1

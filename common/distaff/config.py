@@ -20,6 +20,7 @@ from distaff.types import MAX_ITEM_BYTES, Mode, Split
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+LossMask = Literal["each_turn", "last_turn", "all_turns"]
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -73,8 +74,8 @@ class EnvironmentSection(Section):
 
 
 class EngineSection(Section):
-    kind: Literal["vllm", "llamacpp", "openai"] = "openai"
-    """vllm and llamacpp return token ids and log-probabilities (RL); openai is any OpenAI-compatible chat API."""
+    kind: Literal["vllm", "sglang", "llamacpp", "openai"] = "openai"
+    """vllm, sglang and llamacpp return token ids and log-probabilities (RL); openai is any OpenAI-compatible chat API."""
     base_urls: list[str] = ["http://127.0.0.1:8000"]
     """One or more servers, without or with a trailing /v1. A rollout stays on one of them."""
     model: str = ""
@@ -148,6 +149,10 @@ class RolloutSection(Section):
     """Bound on the model turns of a rollout; 0: the environment decides."""
     max_context_tokens: Annotated[int, Field(ge=0)] = 0
     """Bound on prompt + completion of a turn; 0: the engine's context."""
+    max_total_completion_tokens: Annotated[int, Field(ge=0)] = 0
+    """Bound on the tokens a rollout samples over all its turns (of one seat); 0: none. The last turn is cut to what is left."""
+    min_prefix_share: Annotated[float, Field(ge=0, le=1)] = 0.9
+    """RL: a worker warns, with the cause, when fewer of the later turns extend the exact tokens of the one before. 0: never."""
     timeout_s: Seconds = 600.0
     """Deadline of one rollout."""
     group_timeout_s: Seconds = 1800.0
@@ -169,6 +174,13 @@ class RolloutSection(Section):
     def required(self, mode: Mode) -> int:
         """Usable rollouts a group must have."""
         return self.min_rollouts or min(2 if mode == "rl" else 1, self.group_size)
+
+
+class SftSection(Section):
+    loss_mask: LossMask = "each_turn"
+    """What of a chat is trained. each_turn: every turn, behind the context it was generated in; where the template drops earlier reasoning
+    that is a sample for each. last_turn: the last turn only. all_turns: every turn, in one rendering of the whole chat, where earlier
+    reasoning is missing if the template drops it."""
 
 
 class AdvantageSection(Section):
@@ -211,6 +223,7 @@ class RunConfig(Section):
     tokenizer: TokenizerSection = TokenizerSection()
     sampling: SamplingSection = SamplingSection()
     rollouts: RolloutSection = RolloutSection()
+    sft: SftSection = SftSection()
     advantage: AdvantageSection = AdvantageSection()
     producer: ProducerSection = ProducerSection()
     wire: WireSection = WireSection()

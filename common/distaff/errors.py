@@ -98,6 +98,10 @@ class ContextOverflow(EngineError):
     retryable = False
 
 
+class TokenBudget(ContextOverflow):
+    """The run's bound on the tokens of a whole rollout is reached; ends it as ContextOverflow does."""
+
+
 class TurnLimit(DistaffError):
     """The run's bound on model turns is reached. A clean end of the rollout (truncated), not a failure: the environment
     adapter ends the episode as it does on ContextOverflow, keeps the turns so far and has them scored."""

@@ -30,6 +30,7 @@ from distaff.types import (
     TrainingSample,
     finite_metrics,
 )
+from distaff_worker.images import by_reference
 from distaff_worker.steps import SampleTokens
 
 MESSAGE_LIMIT = 2000
@@ -50,6 +51,8 @@ class PlayedRollout:
     completion_tokens: int
     timings: Mapping[str, float] = field(default_factory=dict)
     """Seconds, added to those of the play: "engine", "tokenize", "score", "total"."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Added to the rubric's."""
     error: RolloutFailure | None = None
     """A failure found outside the play: tokenization, deadline."""
 
@@ -93,6 +96,8 @@ class GroupContext:
     """Wall time from dispatch to completion."""
     created: float
     """Unix seconds."""
+    temperature: float | None = None
+    """What was sampled with, where the engine has not taken the run's."""
 
 
 def assemble_group(
@@ -117,11 +122,11 @@ def assemble_group(
         model=context.model,
         tokenizer=context.tokenizer,
         vocab_size=context.vocab_size,
-        temperature=config.sampling.temperature,
+        temperature=config.sampling.temperature if context.temperature is None else context.temperature,
         policy=context.policy,
         epoch=item.epoch,
         seed=item.seed,
-        task=item.task if keep else {},
+        task=by_reference(item.task) if keep else {},
         verdict=group_verdict(rollouts) if mode == "rl" else "kept",
         rollouts=records,
         samples=samples,
@@ -148,7 +153,7 @@ def _record(index: int, played: PlayedRollout, *, keep_messages: bool) -> Rollou
         index=index,
         verdict=_verdict(play, failure),
         reward=played.reward,
-        metrics=finite_metrics(score.metrics) if score else {},
+        metrics=finite_metrics({**(score.metrics if score else {}), **played.metrics}),
         turns=play.turns,
         finish_reason=played.finish_reason,
         stop_condition=play.stop_condition,
@@ -157,7 +162,7 @@ def _record(index: int, played: PlayedRollout, *, keep_messages: bool) -> Rollou
         timings=finite_metrics({**play.timings, **played.timings}),
         prompt_tokens=played.prompt_tokens,
         completion_tokens=played.completion_tokens,
-        messages=play.messages if keep_messages else [],
+        messages=by_reference(play.messages) if keep_messages else [],
         tools=play.tools if keep_messages else [],
         answer=score.answer if score else None,
         seat=play.seat,

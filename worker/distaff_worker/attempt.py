@@ -5,18 +5,30 @@ Invariant: whatever a stage finds out about a rollout is kept on that rollout's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from distaff.alignment import LOGPROB_FLOOR
+from distaff.config import LossMask
 from distaff.environments.protocol import Episode, Play, Score
 from distaff.types import RolloutFailure
 from distaff_worker.assemble import PlayedRollout
 from distaff_worker.chat_models import ApiChatModel, TokenChatModel
+from distaff_worker.images import count_images
 from distaff_worker.rendering.protocol import Renderer
 from distaff_worker.samples import steps_to_samples
 from distaff_worker.sft import tokenize_chat
 from distaff_worker.steps import SampleTokens
 
 Model = TokenChatModel | ApiChatModel
+PREFIX_SHARE = "distaff/prefix_share"
+"""Metric of a rollout: of its model turns but the first, those whose prompt extends the exact tokens of one before (RL)."""
+IMAGES = "distaff/images"
+"""Metric of a rollout: images in its conversation; absent without any."""
+FLOORED = "distaff/floored_logprobs"
+"""Metric of a rollout: sampled tokens whose log-probability is `alignment.LOGPROB_FLOOR`; absent without any (RL)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +52,7 @@ class Attempt:
         return found or next((score.error for score in self.scores or [] if score.error), None)
 
 
-def model_samples(model: Model, renderer: Renderer | None) -> list[SampleTokens]:
+def model_samples(model: Model, renderer: Renderer | None, *, loss_mask: LossMask = "each_turn") -> list[SampleTokens]:
     """The training sequences of a rollout that was scored; its model keeps no tokens."""
     if isinstance(model, TokenChatModel):
         samples = steps_to_samples(model.steps)
@@ -48,7 +60,7 @@ def model_samples(model: Model, renderer: Renderer | None) -> list[SampleTokens]
         return samples
     if renderer is None:
         return []
-    return steps_to_samples(tokenize_chat(model.steps, renderer))
+    return steps_to_samples(tokenize_chat(model.steps, renderer, loss_mask=loss_mask))
 
 
 def played_rollouts(attempt: Attempt) -> list[PlayedRollout]:
@@ -72,4 +84,19 @@ def _seat(attempt: Attempt, position: int, seat_play: Play) -> PlayedRollout:
             "total": attempt.seconds,
         },
         error=attempt.failure,
+        metrics=_token_metrics(model, seat_play, attempt.samples.get(seat_play.seat, [])),
     )
+
+
+def _token_metrics(model: Model | None, seat_play: Play, samples: Sequence[SampleTokens]) -> dict[str, float]:
+    """What distaff itself says of the rollout, beside the rubric's metrics."""
+    share = model.prefix_share if isinstance(model, TokenChatModel) else None
+    images = count_images(seat_play.messages)
+    floored = sum(
+        int(np.count_nonzero(sample.logprobs <= LOGPROB_FLOOR)) for sample in samples if sample.logprobs is not None
+    )
+    return {
+        **({PREFIX_SHARE: share} if share is not None else {}),
+        **({IMAGES: float(images)} if images else {}),
+        **({FLOORED: float(floored)} if floored else {}),
+    }

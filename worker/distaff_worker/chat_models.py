@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
 from distaff.config import SamplingSection
 from distaff.environments.protocol import ChatTurn
-from distaff.errors import ContextOverflow, EngineAnswerError, TurnLimit
+from distaff.errors import ContextOverflow, EngineAnswerError, TokenBudget, TurnLimit
 from distaff.types import JSON, FinishReason, Message, Tool
-from distaff_worker.conversations import Turn, continued
+from distaff_worker.conversations import Turn, continued, why_not_continued
 from distaff_worker.engines.protocol import ChatEngine, Generation, TokenEngine
+from distaff_worker.rendering.messages import refuse_images
 from distaff_worker.rendering.protocol import Renderer
 from distaff_worker.sampling import Limits, turn_sampling
-from distaff_worker.steps import ChatStep, TokenStep
+from distaff_worker.steps import ChatStep, PrefixBreak, TokenStep
 
 T = TypeVar("T")
 
@@ -38,6 +40,8 @@ class _Counted:
         self._limits = limits
         self._executor = executor
         self._turns_begun = 0
+        self._granted = 0
+        """max_tokens of turns that are being sampled."""
         self.prompt_tokens = 0
         """Sent to the engine, summed over the turns."""
         self.completion_tokens = 0
@@ -55,8 +59,30 @@ class _Counted:
         self._turns_begun += 1
         return turn
 
+    @contextmanager
+    def _grant(self, prompt_tokens: int) -> Iterator[int]:
+        """max_tokens for a prompt of that length, held while the turn is sampled; raises ContextOverflow."""
+        room = min(self._room(prompt_tokens), self._budget())
+        self._granted += room
+        try:
+            yield room
+        finally:
+            self._granted -= room
+
+    def _budget(self) -> int:
+        """Tokens the rollout may still sample, turns that are being sampled counted as long as they may become."""
+        most = self._limits.max_total_completion_tokens
+        if not most:
+            return self._sampling.max_tokens
+        left = most - self.completion_tokens - self._granted
+        if left < 1:
+            raise TokenBudget(
+                f"the rollout has sampled {self.completion_tokens} tokens and {self._granted} are being sampled: its "
+                f"{most} are used up (rollouts.max_total_completion_tokens)"
+            )
+        return left
+
     def _room(self, prompt_tokens: int) -> int:
-        """max_tokens for a prompt of that length; raises ContextOverflow."""
         context = self._limits.max_context_tokens
         room = context - prompt_tokens if context else self._sampling.max_tokens
         if room < 1:
@@ -114,6 +140,17 @@ class TokenChatModel(_Counted):
         """Turns whose prompt extends the exact tokens of one before; all but the first in the best case."""
         return sum(turn.step.bridged for turn in self._turns)
 
+    @property
+    def prefix_breaks(self) -> list[PrefixBreak]:
+        """Why turns did not extend one before, in the order of their answers; the first turn has none to extend."""
+        return [turn.step.broken_by for turn in self._turns if turn.step.broken_by is not None]
+
+    @property
+    def prefix_share(self) -> float | None:
+        """Of the turns that had one before, those whose prompt extends its exact tokens; None when there was none."""
+        later = self.bridged_turns + len(self.prefix_breaks)
+        return self.bridged_turns / later if later else None
+
     def forget_tokens(self) -> None:
         """Let go of ids and log-probabilities, which are in samples by now; what is counted stays.
 
@@ -130,14 +167,15 @@ class TokenChatModel(_Counted):
         """As `ChatModel.complete`; raises TurnLimit besides (end the rollout as truncated)."""
         number = self._begin_turn()
         messages, tools = [dict(message) for message in messages], list(tools)
-        prompt_ids, bridged = await self._tokenizing(lambda: self._prompt(messages, tools))
-        generation, seconds = await self._sample(prompt_ids, sampling, number)
+        prompt_ids, bridged, broken_by = await self._tokenizing(lambda: self._prompt(messages, tools))
+        generation = await self._sample(prompt_ids, sampling, number)
         step = TokenStep(
             prompt_ids=prompt_ids,
             completion_ids=generation.token_ids,
             logprobs=generation.logprobs,
             finish_reason=generation.finish_reason,
             bridged=bridged,
+            broken_by=broken_by,
         )
         message = await self._tokenizing(
             lambda: self._renderer.parse(step.completion_ids, tools, prompt_ids=prompt_ids, turn=number)
@@ -145,37 +183,49 @@ class TokenChatModel(_Counted):
         finish: FinishReason = step.finish_reason
         if finish == "stop" and message.get("tool_calls"):
             finish = "tool_calls"
+        self.finish_reason = finish
         self._turns.append(Turn(messages=messages, tools=tools, answer=message, step=step))
-        sent, sampled = len(prompt_ids), len(step.completion_ids)
-        self._count(prompt_tokens=sent, completion_tokens=sampled, finish_reason=finish, seconds=seconds)
-        return ChatTurn(message=message, finish_reason=finish, prompt_tokens=sent, completion_tokens=sampled)
+        return ChatTurn(
+            message=message,
+            finish_reason=finish,
+            prompt_tokens=len(prompt_ids),
+            completion_tokens=len(step.completion_ids),
+        )
 
-    def _prompt(self, messages: list[Message], tools: list[Tool]) -> tuple[list[int], bool]:
+    def _prompt(self, messages: list[Message], tools: list[Tool]) -> tuple[list[int], bool, PrefixBreak | None]:
+        """(ids, whether they extend those of a turn before, why not where there was one)."""
+        if not self._turns:
+            return self._renderer.render(messages, tools), False, None
         before = continued(self._turns, messages, tools)
-        if before is not None:
-            known = len(before.messages) + 1
-            bridged = self._renderer.bridge(before.step, messages[:known], messages[known:], tools)
-            if bridged is not None:
-                return bridged, True
-        return self._renderer.render(messages, tools), False
+        if before is None:
+            return self._renderer.render(messages, tools), False, why_not_continued(self._turns, messages)
+        known = len(before.messages) + 1
+        bridged = self._renderer.bridge(before.step, messages[:known], messages[known:], tools)
+        if bridged is None:
+            return self._renderer.render(messages, tools), False, "format_not_continued"
+        return bridged, True, None
 
-    async def _sample(
-        self, prompt_ids: list[int], environment: Mapping[str, JSON], turn: int
-    ) -> tuple[Generation, float]:
+    async def _sample(self, prompt_ids: list[int], environment: Mapping[str, JSON], turn: int) -> Generation:
         parameters = self._parameters(environment, turn)
         parameters.setdefault("stop_token_ids", sorted(self._renderer.stop_ids))
         began = time.monotonic()
-        generation = await self._engine.generate(
-            prompt_ids, max_tokens=self._room(len(prompt_ids)), sampling=parameters, session=self._session
-        )
-        seconds = time.monotonic() - began
-        ids = generation.token_ids
+        with self._grant(len(prompt_ids)) as room:
+            generation = await self._engine.generate(
+                prompt_ids, max_tokens=room, sampling=parameters, session=self._session
+            )
+            ids = generation.token_ids
+            self._count(
+                prompt_tokens=len(prompt_ids),
+                completion_tokens=len(ids),
+                finish_reason=generation.finish_reason,
+                seconds=time.monotonic() - began,
+            )
         if ids and not 0 <= min(ids) <= max(ids) < self._renderer.vocab_size:
             raise EngineAnswerError(
                 f"the engine sampled a token outside the vocabulary of {self._renderer.name} "
                 f"({self._renderer.vocab_size} ids): set tokenizer.name to the tokenizer of the model it serves"
             )
-        return generation, seconds
+        return generation
 
 
 class ApiChatModel(_Counted):
@@ -206,11 +256,21 @@ class ApiChatModel(_Counted):
         """As `ChatModel.complete`; raises TurnLimit besides (end the rollout as truncated)."""
         number = self._begin_turn()
         messages, tools = [dict(message) for message in messages], list(tools)
-        room = self._room(await self._prompt_size(messages, tools))
+        if self._renderer is not None:
+            refuse_images(messages)
+        size = await self._prompt_size(messages, tools)
+        parameters = self._parameters(sampling, number)
         began = time.monotonic()
-        reply = await self._engine.chat(
-            messages, tools=tools, max_tokens=room, sampling=self._parameters(sampling, number), session=self._session
-        )
+        with self._grant(size) as room:
+            reply = await self._engine.chat(
+                messages, tools=tools, max_tokens=room, sampling=parameters, session=self._session
+            )
+            self._count(
+                prompt_tokens=reply.prompt_tokens,
+                completion_tokens=reply.completion_tokens,
+                finish_reason=reply.finish_reason,
+                seconds=time.monotonic() - began,
+            )
         self.steps.append(
             ChatStep(
                 prompt=messages,
@@ -220,12 +280,6 @@ class ApiChatModel(_Counted):
                 prompt_tokens=reply.prompt_tokens,
                 completion_tokens=reply.completion_tokens,
             )
-        )
-        self._count(
-            prompt_tokens=reply.prompt_tokens,
-            completion_tokens=reply.completion_tokens,
-            finish_reason=reply.finish_reason,
-            seconds=time.monotonic() - began,
         )
         return ChatTurn(
             message=reply.message,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distaff.types import JSON, Message, Tool
-from distaff_worker.steps import TokenStep
+from distaff_worker.steps import PrefixBreak, TokenStep
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -28,6 +28,12 @@ def continued(turns: Sequence[Turn], messages: Sequence[Message], tools: Sequenc
     shorter = [turn for turn in turns if len(turn.messages) + 1 < len(messages)]
     by_length = sorted(shorter, key=lambda turn: len(turn.messages), reverse=True)
     return next((turn for turn in by_length if _continues(turn, messages, tools)), None)
+
+
+def why_not_continued(turns: Sequence[Turn], messages: Sequence[Message]) -> PrefixBreak:
+    """What keeps `messages` from continuing any of the turns."""
+    longer = [turn for turn in turns if len(turn.messages) + 1 < len(messages)]
+    return "tools_changed" if any(_continues(turn, messages, turn.tools) for turn in longer) else "messages_changed"
 
 
 def _continues(turn: Turn, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:

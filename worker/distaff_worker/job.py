@@ -15,6 +15,7 @@ from typing import cast
 
 import structlog
 
+from distaff.config import RunConfig
 from distaff.errors import (
     DeadlineExceeded,
     DistaffError,
@@ -31,13 +32,14 @@ from distaff.types import PolicySpan, RolloutFailure, RolloutItem, ScoredGroup
 from distaff.wire import SCHEMA, encode_group
 from distaff_worker.advantages import group_advantages
 from distaff_worker.assemble import GroupContext, PlayedRollout, assemble_group
-from distaff_worker.attempt import Attempt, model_samples, played_rollouts
+from distaff_worker.attempt import FLOORED, Attempt, model_samples, played_rollouts
 from distaff_worker.chat_models import TokenChatModel
 from distaff_worker.hosting.environment import Place
 from distaff_worker.leases import Counts, Lease
 from distaff_worker.letters import Letters, too_few
 from distaff_worker.metrics import Metrics
 from distaff_worker.outcome import Emit, Outcome
+from distaff_worker.prefix_watch import PrefixWatch
 from distaff_worker.rollouts import GroupRoller
 from distaff_worker.warm import WarmRun, WarmRuns
 
@@ -61,6 +63,7 @@ class GroupPlayer:
         self._runs = runs(self._tokenizing)
         self._roller = GroupRoller(tokenizing=self._tokenizing, metrics=metrics)
         self._letters = Letters(worker)
+        self._prefixes = PrefixWatch()
 
     async def open(self) -> None: ...
 
@@ -150,7 +153,9 @@ class GroupPlayer:
         started = time.monotonic()
         try:
             for play in attempt.episode.plays:
-                attempt.samples[play.seat] = model_samples(attempt.models[play.seat], run.renderer)
+                attempt.samples[play.seat] = model_samples(
+                    attempt.models[play.seat], run.renderer, loss_mask=run.config.sft.loss_mask
+                )
         except DistaffError as error:
             attempt.failure = RolloutFailure(
                 kind="tokenization_error", boundary="tokenization", message=str(error), retryable=False
@@ -172,7 +177,7 @@ class GroupPlayer:
         policy = PolicySpan(start=lease.policy_version, end=await self._policy_now(item.run))
         loop = asyncio.get_running_loop()
         group = await loop.run_in_executor(self._packing, self._assemble, run, lease, item, played, policy)
-        self._count(attempts, group)
+        self._count(run.config, attempts, group)
         if group.verdict == "zero_variance" and run.config.rollouts.zero_variance == "drop":
             message = "every rollout has the same reward"
             return self._letters.bury(lease, item, kind="dropped", boundary="filter", message=message)
@@ -217,6 +222,7 @@ class GroupPlayer:
             attempt=lease.attempts + lease.lost + 1,
             seconds=time.monotonic() - lease.claimed,
             created=lease.server_time,
+            temperature=run.chat_engine.temperature(config.sampling.temperature) if run.chat_engine else None,
         )
         advantages = group_advantages(
             [part.reward for part in played],
@@ -246,14 +252,25 @@ class GroupPlayer:
         size_bytes = len(cast(bytes, fields["group"]))
         return Emit(fields=fields, counts=counts, size_bytes=size_bytes, reward_mean=group.statistics.reward_mean)
 
-    def _count(self, attempts: Sequence[Attempt], group: ScoredGroup) -> None:
+    def _count(self, config: RunConfig, attempts: Sequence[Attempt], group: ScoredGroup) -> None:
         for rollout in group.rollouts:
             for stage, seconds in rollout.timings.items():
                 self._metrics.stage.labels(stage).inc(seconds)
+            self._metrics.floored.inc(rollout.metrics.get(FLOORED, 0.0))
         for attempt in attempts:
             for model in attempt.models.values():
-                bridged = model.bridged_turns if isinstance(model, TokenChatModel) else 0
-                self._metrics.count_turns(turns=len(model.steps), bridged=bridged)
+                if isinstance(model, TokenChatModel):
+                    self._metrics.count_turns(
+                        turns=len(model.steps), bridged=model.bridged_turns, breaks=model.prefix_breaks
+                    )
+                    self._prefixes.observe(
+                        group.run,
+                        bridged=model.bridged_turns,
+                        breaks=model.prefix_breaks,
+                        least=config.rollouts.min_prefix_share,
+                    )
+                else:
+                    self._metrics.count_turns(turns=len(model.steps), bridged=0)
 
 
 def play(item: dict[str, object]) -> None:

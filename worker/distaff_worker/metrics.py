@@ -6,12 +6,14 @@ Invariant: one registry per worker object, nothing global; recording never fails
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from distaff_worker.leases import Counts
 
 LAG_WINDOW = 1200
+PREFIX_WINDOW = 2000
 SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
@@ -38,6 +40,9 @@ class Metrics:
         self.environments_ended = Counter(
             "distaff_environment_processes_ended", "Environment processes replaced", ["reason"], registry=r
         )
+        self.floored = Counter(
+            "distaff_floored_logprobs", "Sampled tokens without a finite log-probability, in groups played", registry=r
+        )
         self.turns = Counter("distaff_turns", "Model turns", ["prompt"], registry=r)
         self.rollout_errors = Counter(
             "distaff_rollout_errors", "Rollouts without a usable reward", ["kind"], registry=r
@@ -51,6 +56,10 @@ class Metrics:
             registry=r,
         )
         self._recent: deque[float] = deque(maxlen=LAG_WINDOW)
+        self.prefix_breaks = Counter(
+            "distaff_prefix_breaks", "Turns whose prompt did not extend the tokens of one before", ["cause"], registry=r
+        )
+        self._prefixes: deque[bool] = deque(maxlen=PREFIX_WINDOW)
 
     def emitted(self, counts: Counts, *, size_bytes: int, seconds: float) -> None:
         self._groups.inc()
@@ -71,7 +80,17 @@ class Metrics:
         ordered = sorted(self._recent)
         return ordered[int(0.99 * (len(ordered) - 1))] if ordered else 0.0
 
-    def count_turns(self, *, turns: int, bridged: int) -> None:
-        """bridged: turns whose prompt extended the exact tokens before. The first turn of a rollout has nothing to extend."""
+    def count_turns(self, *, turns: int, bridged: int, breaks: Sequence[str] = ()) -> None:
+        """bridged: turns whose prompt extended the exact tokens before. The first turn of a rollout has nothing to extend; breaks: why
+        later ones did not."""
         self.turns.labels("bridged").inc(bridged)
         self.turns.labels("rendered").inc(max(0, turns - bridged))
+        for cause in breaks:
+            self.prefix_breaks.labels(cause).inc()
+        self._prefixes.extend([True] * bridged + [False] * len(breaks))
+
+    @property
+    def recent_prefix_share(self) -> float | None:
+        """Of the last PREFIX_WINDOW turns that had one before, those that extended its exact tokens; None before there was one."""
+        recent = list(self._prefixes)  # the beat thread reads what the loop writes
+        return sum(recent) / len(recent) if recent else None

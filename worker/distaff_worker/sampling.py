@@ -27,12 +27,18 @@ class Limits:
     max_turns: int = 0
     max_context_tokens: int = 0
     """Of prompt and completion of one turn together."""
+    max_total_completion_tokens: int = 0
+    """Sampled over all turns."""
 
     @classmethod
     def of(cls, section: RolloutSection, *, engine_context_tokens: int | None) -> Limits:
         """The tighter of what the run asks and what the engine can."""
         bounds = [bound for bound in (section.max_context_tokens, engine_context_tokens) if bound]
-        return cls(max_turns=section.max_turns, max_context_tokens=min(bounds, default=0))
+        return cls(
+            max_turns=section.max_turns,
+            max_context_tokens=min(bounds, default=0),
+            max_total_completion_tokens=section.max_total_completion_tokens,
+        )
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -365,6 +365,7 @@ class Service:
                 "pool": self._options.pool,
                 "ready": int(self.ready),
                 "loop_lag_ms": round(1000 * self._metrics.recent_lag_s, 1),
+                "prefix_share": "" if (share := self._metrics.recent_prefix_share) is None else round(share, 4),
             }
         )
 

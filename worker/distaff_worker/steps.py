@@ -6,8 +6,13 @@ Invariant: a step is written by the ChatModel that sampled it and by nobody else
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from distaff.types import BoolArray, FinishReason, FloatArray, IntArray, Message, Tool
+
+PrefixBreak = Literal["messages_changed", "tools_changed", "format_not_continued"]
+"""Why a prompt does not extend the tokens of an earlier turn: the environment changed what was said, or the tools, or the chat
+format has no way to go on behind an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +26,8 @@ class TokenStep:
     finish_reason: FinishReason
     bridged: bool = False
     """The prompt extends the tokens of the turn before by construction."""
+    broken_by: PrefixBreak | None = None
+    """Why it does not, although there was a turn before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,6 +71,8 @@ class WorkerView:
     running: int
     heartbeat_age_s: float | None
     loop_lag_ms: float | None
+    prefix_share: float | None
+    """Of the worker's recent RL turns but first ones, those that extended the exact tokens before; None without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +220,7 @@ def _worker(key: bytes, raw: dict[bytes, bytes], now: float) -> WorkerView:
         running=int(_number(fields.get("running")) or 0),
         heartbeat_age_s=_age(fields.get("last_heartbeat", ""), now),
         loop_lag_ms=_number(fields.get("loop_lag_ms")),
+        prefix_share=_number(fields.get("prefix_share")),
     )
 
 

@@ -111,7 +111,7 @@ def _runs(runs: list[RunView]) -> Table:
 
 def _workers(workers: list[WorkerView]) -> Table:
     table = Table("worker", "pool", "host", box=None, header_style="bold", pad_edge=False)
-    for name in ("pid", "running", "heartbeat", "ready", "loop lag"):
+    for name in ("pid", "running", "heartbeat", "ready", "loop lag", "prefix"):
         table.add_column(name, justify="right")
     for worker in workers:
         table.add_row(
@@ -123,5 +123,6 @@ def _workers(workers: list[WorkerView]) -> Table:
             "-" if worker.heartbeat_age_s is None else f"{worker.heartbeat_age_s:.1f} s ago",
             "yes" if worker.ready else "no",
             "-" if worker.loop_lag_ms is None else f"{worker.loop_lag_ms:.0f} ms",
+            "-" if worker.prefix_share is None else f"{worker.prefix_share:.0%}",
         )
     return table

@@ -10,12 +10,13 @@ import json
 import re
 from collections.abc import Sequence
 
-from distaff.types import JSON, Message
+from distaff.types import JSON, Message, Tool
 from distaff_worker.rendering.encoding import encodable
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,200})"')
-_ARGUMENTS = re.compile(r'"arguments"\s*:\s*', re.DOTALL)
+_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*', re.DOTALL)
+_JSON_NAME = re.compile(r'\s*{\s*"name"\s*:\s*"([^"\\]{1,200})"')
 _OPEN, _CLOSE = "<think>", "</think>"
 
 
@@ -95,12 +96,24 @@ def _malformed(raw: str, *, number: int, turn: int) -> JSON | None:
     return tool_call(name[1], text, number=number, turn=turn)
 
 
-def read_json_call(text: str, *, turn: int) -> tuple[str, list[JSON]]:
-    """(content, tool calls) of a completion that is one JSON object `{"name": ..., "parameters": {...}}` (Llama 3)."""
+def read_json_call(text: str, *, turn: int, tools: Sequence[Tool] = (), closed: bool = True) -> tuple[str, list[JSON]]:
+    """(content, tool calls) of a completion that is one JSON object `{"name": ..., "parameters": {...}}` (Llama 3).
+
+    One that is not JSON but begins as a call of one of `tools` is kept with its arguments as they stand, unless it was cut off (not closed).
+    """
+    raw = text.strip().removeprefix("<|python_tag|>")
     try:
-        value = json.loads(text.strip().removeprefix("<|python_tag|>"))
+        value = json.loads(raw)
     except (ValueError, RecursionError):
-        return text, []
+        call = _malformed_json_call(raw, tools, turn=turn) if closed else None
+        return ("", [call]) if call else (text, [])
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return text, []
     return "", [tool_call(value["name"], value.get("parameters", value.get("arguments", {})), number=0, turn=turn)]
+
+
+def _malformed_json_call(raw: str, tools: Sequence[Tool], *, turn: int) -> JSON | None:
+    name = _JSON_NAME.match(raw)
+    if name is None or name[1] not in {(tool.get("function") or {}).get("name") for tool in tools}:
+        return None
+    return _malformed(raw, number=0, turn=turn)

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from distaff_worker.rendering.decoding import open_decoder
 
 CACHE_CHARACTERS = 2_000_000
@@ -28,6 +30,7 @@ class TextEncoder:
         self._cache: OrderedDict[str, list[int]] = OrderedDict()
         self._cached_characters = 0
         self._specials, self._cuts = _special_tokens(tokenizer)
+        self._longest = max(map(len, tokenizer.get_added_vocab()), default=0)
         if self._cuts and not self._stretches_are_independent():
             self._specials, self._cuts = None, {}
 
@@ -48,6 +51,36 @@ class TextEncoder:
             ids.append(special)
             start = match.end()
         return ids + self._stretch(text[start:])
+
+    def encode_prefixes(self, text: str, cuts: Sequence[tuple[int, str]]) -> list[list[int]]:
+        """Ids of `text[:cut] + closing` for each (cut, closing), cuts in ascending order; the text is read once."""
+        if self._specials is None or encodable(text) != text:
+            return [self.encode(text[:cut] + closing) for cut, closing in cuts]
+        found, start = [], 0
+        ids: list[int] = []
+        matches = self._specials.finditer(text)
+        match = next(matches, None)
+        for cut, closing in cuts:
+            while match is not None and match.start() + self._longest <= cut:
+                special = self._cuts.get(match[0])
+                if special is not None:
+                    ids += [*self._stretch(text[start : match.start()]), special]
+                    start = match.end()
+                match = next(matches, None)
+            found.append([*ids, *self.encode(text[start:cut] + closing)])
+        return found
+
+    def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        """(ids of `text`, [begin, end) in ids of each [begin, end) in characters). A token across a beginning belongs to the span."""
+        ids = self.encode(text)
+        ends = [(at, "") for span in spans for at in span]
+        places = [common_prefix(head, ids) for head in self.encode_prefixes(text, ends)]
+        return ids, list(zip(places[::2], places[1::2], strict=True))
+
+    def forget(self) -> None:
+        """Empty the cache."""
+        self._cache.clear()
+        self._cached_characters = 0
 
     def encode_whole(self, text: str) -> list[int]:
         """Ids of `text` in one pass of the tokenizer."""
@@ -83,6 +116,14 @@ class TextEncoder:
             for left in _PROBES
             for right in _PROBES
         )
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Length of the common prefix."""
+    shorter = min(len(a), len(b))
+    if a[:shorter] == b[:shorter]:
+        return shorter
+    return int(np.argmax(np.array(a[:shorter]) != np.array(b[:shorter])))
 
 
 def encodable(text: str) -> str:

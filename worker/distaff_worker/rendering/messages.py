@@ -12,6 +12,11 @@ from typing import Any
 from distaff.errors import TokenizationError
 from distaff.types import JSON, Message
 
+_NOT_TEXT = (
+    "a message has content that is neither text nor a list of text parts (an image or audio?): modes rl and sft "
+    'train text conversations only. Play it with run.mode = "eval", which keeps images by reference, or take them out'
+)
+
 
 def prepare(messages: Sequence[Message], *, inline_reasoning: bool = False) -> list[dict[str, Any]]:
     """Copies with text content ("" for none), tool-call arguments as objects where they are JSON, and no null fields.
@@ -44,10 +49,13 @@ def content_text(content: JSON) -> str:
         return content
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         return "".join(str(part.get("text", "")) for part in content)
-    raise TokenizationError(
-        "a message has content that is neither text nor a list of text parts (an image or audio?); "
-        "distaff tokenizes text conversations only"
-    )
+    raise TokenizationError(_NOT_TEXT)
+
+
+def refuse_images(messages: Sequence[Message]) -> None:
+    """Raise TokenizationError when a message holds what no text template can."""
+    for message in messages:
+        content_text(message.get("content"))
 
 
 def think_block(reasoning: str) -> str:

@@ -7,10 +7,21 @@ time (fast tokenizers are not safe against concurrent use); the worker runs them
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from distaff.types import Message, Tool
 from distaff_worker.steps import TokenStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """A conversation up to an assistant message, rendered."""
+
+    prompt_ids: list[int]
+    """As `render` gives it for the messages before."""
+    closed_ids: list[int]
+    """As `render_closed` gives it, the assistant message included."""
 
 
 class Renderer(Protocol):
@@ -42,6 +53,18 @@ class Renderer(Protocol):
 
     def render_closed(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Token ids of a conversation that ends in an assistant message, as the training text of that turn; its reasoning is kept."""
+        ...
+
+    def prefixes(self, messages: Sequence[Message], tools: Sequence[Tool]) -> dict[int, Prefix]:
+        """Place of an assistant message -> the conversation up to it, all from one rendering of a conversation that ends in one.
+
+        Only for places at which this is proven to be what `render` and `render_closed` would give; the others are to be rendered.
+        """
+        ...
+
+    def turns(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[int], dict[int, tuple[int, int]]]:
+        """(ids of the whole conversation, place of an assistant message -> [begin, end) of what the model writes of it, its stop token
+        included where the template shows one). Earlier reasoning may be missing in it, as the template demands."""
         ...
 
     def bridge(

@@ -16,6 +16,7 @@ from distaff.errors import ConfigurationError, TokenizationError
 from distaff.types import JSON, Message, Tool
 from distaff_worker.rendering.completions import assistant_message, read_call, tool_call
 from distaff_worker.rendering.messages import prepare
+from distaff_worker.rendering.protocol import Prefix
 from distaff_worker.rendering.template_backend import end_tokens, until_stop
 from distaff_worker.steps import TokenStep
 
@@ -37,7 +38,7 @@ class PackageRenderer:
             plain = renderers.config_from_name(format_name)
             self._renderer = renderers.create_renderer(tokenizer, type(plain)(thinking_retention="all"))
             own_ends = self._renderer.get_stop_token_ids()
-        except _FAILURES as error:
+        except (*_FAILURES, ImportError, OSError) as error:  # gpt-oss's needs a package and a download of its own
             raise ConfigurationError(
                 f"the renderer {format_name!r} does not fit the tokenizer {name} ({_short(error)}): "
                 'set tokenizer.renderer = "template", or another renderer'
@@ -55,6 +56,15 @@ class PackageRenderer:
                 f'the renderer of {self.name} ({self.kind}) drops reasoning: set tokenizer.renderer = "template"'
             )
         return ids
+
+    def prefixes(self, messages: Sequence[Message], tools: Sequence[Tool]) -> dict[int, Prefix]:
+        return {}
+
+    def turns(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[int], dict[int, tuple[int, int]]]:
+        raise TokenizationError(
+            f'{self.kind} renders no conversation in one piece: set tokenizer.renderer = "template", or sft.loss_mask to '
+            '"each_turn" or "last_turn"'
+        )
 
     def bridge(
         self,

@@ -22,7 +22,10 @@ from distaff_worker.rendering.completions import (
     split_tool_calls,
 )
 from distaff_worker.rendering.encoding import TextEncoder
+from distaff_worker.rendering.harmony import in_fields, is_harmony, split_harmony
 from distaff_worker.rendering.messages import prepare, think_block
+from distaff_worker.rendering.protocol import Prefix
+from distaff_worker.rendering.segments import Segments, open_segmented
 from distaff_worker.steps import TokenStep
 
 _TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
@@ -45,8 +48,14 @@ _PROBE_CALL: Message = {
         }
     ],
 }
+_SECOND_CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "second_probe", "arguments": '{"probe_argument": "y"}'},
+}
 _USER: Message = {"role": "user", "content": "probe"}
 _MARK = "ENDOFTURN"
+_EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>\s*")
 _END_NAMES = {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>"}
 
 
@@ -65,20 +74,56 @@ class TemplateRenderer:
         self.name = name
         self.vocab_size = vocab_size
         self._last_prompt: tuple[tuple[list[Message], list[Tool]], str] | None = None
-        self._knows_reasoning = "reasoning_content" in _template_text(tokenizer)
+        template = _template_text(tokenizer)
+        self._harmony = is_harmony(template)
+        self._has_reasoning_field = "reasoning_content" in template or self._harmony
+        self._thinks = self._has_reasoning_field or "</think>" in template
         self._closing_id = self._find_closing_token()
-        self.stop_ids = end_tokens(tokenizer, also=[*stop_ids, self._closing_id])
-        self._stop_texts = [text for text in map(tokenizer.convert_ids_to_tokens, sorted(self.stop_ids)) if text]
+        self._closing_in_history = self._find_closing_token([_USER]) if self._closing_id is not None else None
+        self.stop_ids = end_tokens(tokenizer, also=[*stop_ids, self._closing_id, self._find_closing_of_calls()])
+        ends = {*self.stop_ids, *filter(None, [self._closing_in_history])}
+        self._end_texts = [text for text in map(tokenizer.convert_ids_to_tokens, sorted(ends)) if text]
         self._has_tools = self._probe([_USER], [_PROBE_TOOL]) != self._probe([_USER], [])
-        self._call_style = self._find_call_style()
+        self._call_style = "harmony" if self._harmony else self._find_call_style()
+        self._calls_shown = self._count_calls_shown()
+        closed, opened = (self._probe([_USER], [], generation_prompt=opens) or "" for opens in (False, True))
+        self._opening = opened[_common_length(closed, opened) :]
+        self._segmented = open_segmented(tokenizer.chat_template) if isinstance(tokenizer.chat_template, str) else None
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         return self._encoder.encode(self._prompt_text(messages, tools))
 
     def render_closed(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        text = self._text(messages, tools, generation_prompt=False)
-        reasoning = str(messages[-1].get("reasoning_content") or "").strip()
+        text = self._behind_prompt(messages, tools, self._text(messages, tools, generation_prompt=False))
+        reasoning = _reasoning(messages[-1])
         return self._encoder.encode(self._with_reasoning(reasoning, messages, tools, text) if reasoning else text)
+
+    def prefixes(self, messages: Sequence[Message], tools: Sequence[Tool]) -> dict[int, Prefix]:
+        places = _answers(messages)
+        segments = self._segments(messages, tools) if len(places) > 1 else None
+        if segments is None or not any(segments.proven):
+            return {}
+        before_first = segments.ends[places[0] - 1]
+        first = self._text(messages[: places[0]], tools, generation_prompt=True)
+        if before_first < 0 or not first.startswith(segments.text[:before_first]):
+            return {}
+        closings = (first[before_first:], segments.text[segments.ends[-1] :])
+        proven = [at for at in places if segments.proven[at - 1] and segments.proven[at]]
+        kept = [at for at in proven if _reasoning(messages[at]) in segments.of(at)]
+        cuts = [cut for at in kept for cut in zip((segments.ends[at - 1], segments.ends[at]), closings, strict=True)]
+        heads = self._encoder.encode_prefixes(segments.text, cuts)
+        return {at: Prefix(prompt_ids=heads[2 * n], closed_ids=heads[2 * n + 1]) for n, at in enumerate(kept)}
+
+    def turns(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[int], dict[int, tuple[int, int]]]:
+        segments, places = self._segments(messages, tools), _answers(messages)
+        if segments is None or any(segments.ends[at - 1] < 0 for at in places):
+            raise TokenizationError(
+                f"the turns of a conversation cannot be told apart in the chat template of {self.name}: "
+                'set sft.loss_mask to "each_turn" or "last_turn"'
+            )
+        spans = [self._span(messages[at], segments, at) for at in places]
+        ids, found = self._encoder.encode_spans(segments.text, spans)
+        return ids, dict(zip(places, found, strict=True))
 
     def bridge(
         self,
@@ -94,21 +139,34 @@ class TemplateRenderer:
             return None
         before = previous.prompt_ids + previous.completion_ids
         ended = bool(previous.completion_ids) and previous.completion_ids[-1] in self.stop_ids
-        return [*before, *([] if ended else [self._closing_id]), *self._encoder.encode(added)]
+        closing = self._closing_id if self._closing_in_history is None else self._closing_in_history
+        return [*before, *([] if ended else [closing]), *self._encoder.encode(added)]
 
     def parse(
         self, completion_ids: Sequence[int], tools: Sequence[Tool], *, prompt_ids: Sequence[int] = (), turn: int = 0
     ) -> Message:
         text = self.decode(until_stop(completion_ids, self.stop_ids))
         reasoning = None
-        if self._knows_reasoning:
+        if self._harmony:
+            closed = not self.stop_ids.isdisjoint(completion_ids)
+            content, reasoning, calls = split_harmony(text, turn=turn, with_tools=bool(tools), closed=closed)
+            return assistant_message(content, reasoning, calls)
+        if self._thinks:
             opened = self.decode(prompt_ids[-8:]).rstrip().endswith("<think>")
             reasoning, text = split_reasoning(text, opened_by_prompt=opened)
         if not tools or self._call_style == "none":
             return assistant_message(text, reasoning, [])
-        read = split_tool_calls if self._call_style == "hermes" else read_json_call
-        content, calls = read(text, turn=turn)
+        if self._call_style == "hermes":
+            content, calls = split_tool_calls(text, turn=turn)
+        else:
+            closed = not self.stop_ids.isdisjoint(completion_ids)
+            content, calls = read_json_call(text, turn=turn, tools=tools, closed=closed)
         return assistant_message(content, reasoning, calls)
+
+    def forget(self) -> None:
+        """Let go of what was rendered and encoded so far."""
+        self._encoder.forget()
+        self._last_prompt = None
 
     def encode(self, text: str) -> list[int]:
         return self._encoder.encode_whole(text)
@@ -122,10 +180,16 @@ class TemplateRenderer:
                 f"the environment has tools, but the chat template of {self.name} has no place for them: "
                 "use a model with tool calling, or give tokenizer.chat_template"
             )
+        most = max((len(message.get("tool_calls") or []) for message in messages), default=0)
+        if self._calls_shown is not None and most > self._calls_shown:
+            raise TokenizationError(
+                f"a message of the conversation has {most} tool calls, but the chat template of {self.name} shows "
+                f"{self._calls_shown or 'none'}: use a model that has them, or give tokenizer.chat_template"
+            )
         return self._apply(messages, tools, generation_prompt=generation_prompt)
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[Tool], *, generation_prompt: bool) -> str:
-        ready = prepare(messages, inline_reasoning=not self._knows_reasoning)
+        ready = self._ready(messages)
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -147,10 +211,69 @@ class TemplateRenderer:
         except TokenizationError:
             return None
 
-    def _find_closing_token(self) -> int | None:
-        """The special token the template puts behind an assistant message; None when it puts none."""
+    def _ready(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        ready = prepare(messages, inline_reasoning=not self._has_reasoning_field)
+        return in_fields(ready) if self._harmony else ready
+
+    def _segments(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Segments | None:
+        """The conversation in one rendering, None where the template's own differs from it."""
+        if self._segmented is None:
+            return None
+        text = self._text(messages, tools, generation_prompt=False)
+        arguments = {**self._tokenizer.special_tokens_map, "tools": list(tools) or None, "documents": None}
+        found = self._segmented.render(self._ready(messages), arguments)
+        return found if found is not None and found.text == text else None
+
+    def _behind_prompt(self, messages: Sequence[Message], tools: Sequence[Tool], closed: str) -> str:
+        """The closed text as it continues the prompt: a template may write what came before otherwise once it knows the answer."""
+        before = self._prompt_text(messages[:-1], tools).removesuffix(self._opening)
+        if closed.startswith(before):
+            return closed
+        segments = self._segments(messages, tools)
+        if segments is None or segments.ends[-2] < 0:
+            raise TokenizationError(
+                f"the chat template of {self.name} writes the conversation otherwise when it ends in an answer: "
+                "give tokenizer.chat_template"
+            )
+        return before + segments.text[segments.ends[-2] :]
+
+    def _span(self, message: Message, segments: Segments, at: int) -> tuple[int, int]:
+        """Where the answer begins and ends in the text: without what opens the turn, up to and with a stop token."""
+        begin, end = segments.ends[at - 1], segments.ends[at]
+        begin += _common_length(self._opening, segments.of(at))
+        if not _reasoning(message) and "</think>" not in str(message.get("content")):
+            empty = _EMPTY_THINKING.match(segments.text, begin, end)
+            begin = empty.end() if empty else begin
+        stops = [self._tokenizer.convert_ids_to_tokens(stop) for stop in self.stop_ids]
+        found = [place + len(stop) for stop in stops if (place := segments.text.rfind(stop, begin, end)) >= 0]
+        if found:
+            return begin, max(found)
+        closing = self._tokenizer.convert_ids_to_tokens(self._closing_in_history) if self._closing_in_history else ""
+        place = segments.text.rfind(closing, begin, end) if closing else -1
+        return begin, place if place >= 0 else end
+
+    def _find_closing_of_calls(self) -> int | None:
+        """The special token the template puts behind a tool call."""
+        text = self._probe([_USER, _PROBE_CALL], [_PROBE_TOOL], generation_prompt=False) or ""
+        tail = self._encoder.encode_whole(text[text.rindex("probe_argument") :]) if "probe_argument" in text else []
+        added = self._tokenizer.added_tokens_decoder
+        specials = {*self._tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+        return next((token for token in reversed(tail) if token in specials), None)
+
+    def _count_calls_shown(self) -> int | None:
+        """How many tool calls of one message the template shows; None where it shows all, or refuses itself what it cannot show."""
+        one, two = (
+            self._probe([_USER, {**_PROBE_CALL, "tool_calls": calls}], [_PROBE_TOOL], generation_prompt=False)
+            for calls in ([_SECOND_CALL], [*_PROBE_CALL["tool_calls"], _SECOND_CALL])
+        )
+        if one is not None and "second_probe" not in one:
+            return 0
+        return 1 if two is not None and "second_probe" not in two else None
+
+    def _find_closing_token(self, behind: Sequence[Message] = ()) -> int | None:
+        """The special token the template puts behind an assistant message (with `behind` after it); None when it puts none."""
         answer: Message = {"role": "assistant", "content": _MARK}
-        text = self._probe([_USER, answer], [], generation_prompt=False)
+        text = self._probe([_USER, answer, *behind], [], generation_prompt=False)
         if text is None or _MARK not in text:
             raise ConfigurationError(
                 f"the chat template of {self.name} cannot render a user message and an answer: give tokenizer.chat_template"
@@ -183,7 +306,7 @@ class TemplateRenderer:
         if mark not in text:
             return None
         tail = text[text.rindex(mark) + len(mark) :]
-        ends = [(tail.index(stop), stop) for stop in self._stop_texts if stop in tail]
+        ends = [(tail.index(stop), stop) for stop in self._end_texts if stop in tail]
         if not ends:
             return None
         at, stop = min(ends)
@@ -196,7 +319,8 @@ class TemplateRenderer:
         if reasoning in answer:
             return closed
         block = think_block(reasoning)
-        return prompt + (block.removeprefix("<think>\n") if prompt.rstrip().endswith("<think>") else block) + answer
+        opened = prompt.rstrip().endswith("<think>")
+        return prompt + (block.removeprefix("<think>\n") if opened else block) + answer.lstrip("\n")
 
     def _prompt_text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Remembers the last one: a turn's prompt is asked for again when its answer is rendered."""
@@ -220,6 +344,15 @@ def _marked(message: Message, mark: str) -> Message:
             {**call, "function": {**call["function"], "arguments": json.dumps({mark: mark})}} for call in calls
         ]
     return marked
+
+
+def _answers(messages: Sequence[Message]) -> list[int]:
+    """Places of assistant messages that answer something."""
+    return [at for at, message in enumerate(messages) if at and message.get("role") == "assistant"]
+
+
+def _reasoning(message: Message) -> str:
+    return str(message.get("reasoning_content") or "").strip()
 
 
 def _common_length(a: str, b: str) -> int:

@@ -1,0 +1,44 @@
+"""Images of a conversation, by reference.
+
+Invariant: what goes to the stream holds no image data: a data URI becomes its SHA-256, type and size, by which the dataset's own row tells which image it
+was. URLs are references already and stay. Never changes its input.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+from distaff.types import JSON, Message
+
+SHORTEST = 256
+"""Characters of a data URI that is replaced; a shorter one is no longer than its reference."""
+_DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w=.+-]+)*,")
+_IMAGES = ("image", "image_url", "input_image")
+
+
+def by_reference(value: JSON) -> JSON:
+    """`value` with every data URI in it as `sha256:<hex>;type=<MIME type>;characters=<length of the URI>`, the hash being of the whole URI."""
+    if isinstance(value, str):
+        return _reference(value) if len(value) >= SHORTEST and value.startswith("data:") else value
+    if isinstance(value, dict):
+        return {key: by_reference(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [by_reference(part) for part in value]
+    return value
+
+
+def count_images(messages: Sequence[Message]) -> int:
+    """Image parts of all messages."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    return sum(part.get("type") in _IMAGES for part in parts)
+
+
+def _reference(uri: str) -> str:
+    head = _DATA.match(uri)
+    if head is None:
+        return uri
+    digest = hashlib.sha256(uri.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"sha256:{digest};type={head[1] or 'text/plain'};characters={len(uri)}"
