@@ -54,7 +54,7 @@ def group(seq: int, rewards: list[float | None], **changes: Any) -> ScoredGroup:
         )
         for rollout, reward in zip(made.rollouts, rewards, strict=True)
     ]
-    return replace(made, rollouts=rollouts, **changes)
+    return replace(made, **{"rollouts": rollouts, "temperature": 0.0, **changes})
 
 
 def letter(seq: int, kind: str = "timeout") -> dict[str, JSON]:
@@ -100,6 +100,14 @@ def test_known_rewards_give_known_numbers() -> None:
     assert result["model"] == "small-model"
     assert result["sampling"]["temperature"] == 0.0
     assert result["times"]["seconds"] == 2.25
+
+
+def test_the_temperature_is_the_one_that_was_sampled_with() -> None:
+    """An API with a fixed temperature has not taken the run's: the report does not claim it either."""
+    items = [ItemResult.of(group(seq, [1.0, 0.0], temperature=1.0)) for seq in range(3)]
+    result = metrics(items, run="run-1", config=CONFIG, dead_letters=[], opened=0.0)
+    assert result["sampling"] == {"temperature": 1.0, "top_p": 1.0}
+    assert "temperature 1.0" in render_metrics(result)
 
 
 def test_the_standard_error_with_one_rollout_an_item_is_the_usual_one() -> None:

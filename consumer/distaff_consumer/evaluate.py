@@ -27,6 +27,8 @@ class ItemResult:
     key: str
     task: str
     model: str
+    temperature: float
+    """What was sampled with: an API with a fixed one has not taken the run's."""
     environment: EnvironmentRef
     created: float
     rollouts: list[Rollout]
@@ -38,6 +40,7 @@ class ItemResult:
             key=group.key,
             task=task_name(group.task, default=group.environment.id),
             model=group.model,
+            temperature=group.temperature,
             environment=group.environment,
             created=group.created,
             rollouts=[replace(rollout, messages=[], tools=[]) for rollout in group.rollouts],
@@ -99,9 +102,14 @@ def _what(results: Sequence[ItemResult], config: Mapping[str, JSON]) -> dict[str
             asdict(environment) for environment in sorted(environments, key=lambda e: (e.id, e.version, e.args_hash))
         ],
         "environment_args": config.get("environment", {}).get("args", {}),
-        "sampling": config.get("sampling", {}),
+        "sampling": {**config.get("sampling", {}), **_temperature(results)},
         "max_turns": config.get("rollouts", {}).get("max_turns", 0),
     }
+
+
+def _temperature(results: Sequence[ItemResult]) -> dict[str, JSON]:
+    """The one that all groups were sampled with; the highest, should an API have begun to refuse it in the middle."""
+    return {"temperature": max(item.temperature for item in results)} if results else {}
 
 
 def _scores(results: Sequence[ItemResult]) -> dict[str, JSON]:

@@ -1,7 +1,7 @@
 """Any OpenAI-compatible chat API, through the `openai` package over our HTTP layer.
 
-Invariant: a reply is a well-formed assistant message or an EngineError; the servers' differences end here. Retries,
-deadlines and failover are the HTTP layer's; the package's own are off.
+Invariant: a reply is a well-formed assistant message or an EngineError; the APIs' differences end here, in `quirks` (what they take) and
+`chat_answers` (what they say). Retries, deadlines and failover are the HTTP layer's; the package's own are off.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ import openai
 import structlog
 from openai import AsyncOpenAI
 
-from distaff.errors import ContextOverflow, EngineAnswerError, EngineError, EngineRefused
+from distaff.errors import EngineAnswerError, EngineError, EngineRefused
 from distaff.types import JSON, Message, Tool
-from distaff_worker.engines import answers
+from distaff_worker.engines import answers, chat_answers
 from distaff_worker.engines.discovery import discover
-from distaff_worker.engines.http import SESSION_HEADER, HttpPool, parse_json, read_body
+from distaff_worker.engines.http import SESSION_HEADER, HttpPool, parse_json
 from distaff_worker.engines.protocol import ChatReply, EngineInfo
+from distaff_worker.engines.quirks import Quirks, is_about_the_account
 
 log = structlog.get_logger(__name__)
 
+MOST_LESSONS = 8
+"""Times one request is made anew because the API refuses something in it."""
+USAGE_SAID_AT = (1, 10, 100, 1_000, 10_000, 100_000)
 _PLACEHOLDER_URL = "http://engine/v1"
 """Host and key are the HTTP layer's business: it takes the path and the body of a request, nothing else."""
 
@@ -31,11 +35,12 @@ class PoolTransport(httpx.AsyncBaseTransport):
 
     def __init__(self, pool: HttpPool) -> None:
         self._pool = pool
+        self._read = chat_answers.reader(pool)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         body = await request.aread()
         session = request.headers.get(SESSION_HEADER, "")
-        answer = await self._pool.post(request.url.path, body, session=session, read=read_body)
+        answer = await self._pool.post(request.url.path, body, session=session, read=self._read)
         await self._pool.turnstile.turn()
         return httpx.Response(200, headers={"Content-Type": "application/json"}, content=answer)
 
@@ -47,8 +52,10 @@ class OpenAIEngine:
         self._pool = pool
         self._model = pool.section.model
         self._served: list[str] = []
-        self._limit_name = "max_tokens"
-        self._max_context_tokens: int | None = None
+        self._out_of_credit: EngineRefused | None = None
+        self.quirks = Quirks(model=self._model)
+        """What the API has been found not to take."""
+        self.replies_without_usage = 0
         self._client = AsyncOpenAI(
             base_url=_PLACEHOLDER_URL,
             api_key="sent by the HTTP layer",
@@ -58,9 +65,15 @@ class OpenAIEngine:
         )
 
     async def check(self) -> EngineInfo:
-        """See `protocol.Engine`. A hosted API without /v1/models passes when the configuration names the model."""
+        """See `protocol.Engine`. A hosted API without /v1/models passes when the configuration names the model.
+
+        An API that lists its models but has just refused a request for want of credit is said to refuse.
+        """
         found = await discover(self._pool, must_list=False)
-        self._model, self._served, self._max_context_tokens = found.model, found.served, found.max_context_tokens
+        self._model, self._served, self.quirks.model = found.model, found.served, found.model
+        refused, self._out_of_credit = self._out_of_credit, None
+        if refused is not None:
+            raise refused
         return EngineInfo(
             kind=self._pool.section.kind,
             model=found.model,
@@ -72,6 +85,10 @@ class OpenAIEngine:
         await self._client.close()
         await self._pool.close()
 
+    def temperature(self, asked: float) -> float:
+        """See `protocol.ChatEngine`."""
+        return self.quirks.temperature(asked)
+
     async def chat(
         self,
         messages: Sequence[Message],
@@ -82,16 +99,36 @@ class OpenAIEngine:
         session: str,
     ) -> ChatReply:
         """See `protocol.ChatEngine`."""
-        body = {name: value for name, value in sampling.items() if name not in ("n", "stream")}
-        if tools:
-            body["tools"] = list(tools)
-        try:
-            content = await self._send(messages, {**body, self._limit_name: max_tokens}, session=session)
-        except EngineRefused as error:
-            if not self._switch_limit_name(error):
-                raise
-            content = await self._send(messages, {**body, self._limit_name: max_tokens}, session=session)
-        return self._reply(content)
+        content = await self._taken(messages, tools, max_tokens, sampling, session)
+        calls_before = sum(len(message.get("tool_calls") or []) for message in messages)
+        return self._reply(content, calls_before=calls_before)
+
+    async def _taken(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        max_tokens: int,
+        sampling: Mapping[str, JSON],
+        session: str,
+    ) -> bytes:
+        """The answer to the request, which is made anew while the API's refusals teach how it has to be made."""
+        parameters = {name: value for name, value in sampling.items() if name not in ("n", "stream")}
+        lessons = 0
+        while True:
+            body = self.quirks.body(parameters, max_tokens=max_tokens, has_tools=bool(tools))
+            conversation = self.quirks.messages(messages)
+            offered: dict[str, JSON] = {"tools": list(tools)} if tools else {}
+            try:
+                content = await self._send(conversation, {**body, **offered}, session=session)
+            except EngineRefused as error:
+                lessons += 1
+                if is_about_the_account(error):
+                    self._out_of_credit = error
+                if lessons > MOST_LESSONS or not self.quirks.learn(error, body, conversation):
+                    raise
+            else:
+                self._out_of_credit = None
+                return content
 
     async def _send(self, messages: Sequence[Message], body: dict[str, JSON], *, session: str) -> bytes:
         await self._pool.turnstile.turn()
@@ -115,75 +152,31 @@ class OpenAIEngine:
             ) from None
         return response.content
 
-    def _switch_limit_name(self, error: EngineRefused) -> bool:
-        """Newer models of OpenAI take only max_completion_tokens, most servers only max_tokens; the refusal says so."""
-        other = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}[self._limit_name]
-        if isinstance(error, ContextOverflow) or self._limit_name not in str(error):
-            return False
-        self._limit_name = other
-        return True
-
-    def _reply(self, content: bytes) -> ChatReply:
+    def _reply(self, content: bytes, *, calls_before: int) -> ChatReply:
         where = f"engine {self._model!r}, chat completion"
         document = parse_json(content, where=where)
         choice = answers.only_choice(document, where=where)
         strict = self._pool.section.kind != "openai"
         answers.check_model(document.get("model"), self._model, where=where, others=None if strict else self._served)
-        usage = document.get("usage")
-        usage = usage if isinstance(usage, dict) else {}
-        message = assistant_message(choice.get("message"), where=where)
-        reason = answers.finish_reason(choice.get("finish_reason"))
+        message = chat_answers.assistant_message(choice.get("message"), where=where, calls_before=calls_before)
+        reason = chat_answers.finish_reason(choice.get("finish_reason"))
         if message["content"] is None and not message.get("tool_calls") and reason not in ("length", "abort"):
-            raise EngineAnswerError(f"{where}: the answer has neither content nor tool calls")
+            if not message.get("reasoning_content"):
+                raise EngineAnswerError(f"{where}: the answer has neither content nor tool calls")
+            message["content"] = ""
+        self.quirks.reasoning = chat_answers.reasoning_field(choice.get("message")) or self.quirks.reasoning
+        usage = chat_answers.usage(document)
+        self._count_usage(given=usage.given)
         return ChatReply(
             message=message,
             finish_reason="tool_calls" if message.get("tool_calls") and reason in ("stop", "none") else reason,
-            prompt_tokens=_count(usage.get("prompt_tokens")),
-            completion_tokens=_count(usage.get("completion_tokens")),
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
         )
 
-
-def assistant_message(value: JSON, *, where: str) -> Message:
-    """The message of a choice with role, content (string or None) and, where there are any, reasoning_content and tool_calls."""
-    if not isinstance(value, dict):
-        raise EngineAnswerError(f"{where}: the answer has no message")
-    content, thought = _text(value.get("content"), where=where)
-    message: Message = {"role": "assistant", "content": content}
-    reasoning = value.get("reasoning_content") or value.get("reasoning") or thought
-    if isinstance(reasoning, str) and reasoning:
-        message["reasoning_content"] = reasoning
-    calls = value.get("tool_calls")
-    if calls:
-        if not isinstance(calls, list):
-            raise EngineAnswerError(f"{where}: tool_calls is not a list")
-        message["tool_calls"] = [_tool_call(call, n, where=where) for n, call in enumerate(calls)]
-    return message
-
-
-def _text(content: JSON, *, where: str) -> tuple[str | None, str]:
-    """(text, reasoning) of a content that is a string, null, or a list of parts."""
-    if content is None or isinstance(content, str):
-        return content, ""
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise EngineAnswerError(f"{where}: content is neither text nor a list of parts")
-    text = [part["text"] for part in content if isinstance(part.get("text"), str)]
-    thought = [part["thinking"] for part in content if isinstance(part.get("thinking"), str)]
-    return "".join(text), "".join(thought)
-
-
-def _tool_call(call: JSON, index: int, *, where: str) -> dict[str, JSON]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise EngineAnswerError(f"{where}: a tool call without a function name")
-    arguments = function.get("arguments")
-    if arguments is not None and not isinstance(arguments, str):
-        raise EngineAnswerError(f"{where}: the arguments of a tool call are not a string")
-    return {
-        "id": str(call.get("id") or f"call_{index}"),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments or "{}"},
-    }
-
-
-def _count(value: JSON) -> int:
-    return value if isinstance(value, int) and value >= 0 else 0
+    def _count_usage(self, *, given: bool) -> None:
+        if given:
+            return
+        self.replies_without_usage += 1
+        if self.replies_without_usage in USAGE_SAID_AT:
+            log.warning("usage.missing", model=self._model, replies=self.replies_without_usage)
