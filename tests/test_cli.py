@@ -155,7 +155,9 @@ def test_settings_in_force_are_printed_and_nothing_is_done(capsys: Capture) -> N
     assert 'redis_url = "redis://:***@127.0.0.1:1/0"  # --redis-url' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["run", "produce", "work", "archive", "evaluate", "status", "demo", "runs"])
+@pytest.mark.parametrize(
+    "command", ["run", "produce", "work", "archive", "evaluate", "status", "doctor", "demo", "runs"]
+)
 def test_every_command_explains_itself(command: str, capsys: Capture) -> None:
     """--help works and shows the command's own keys."""
     with pytest.raises(SystemExit) as ended:
@@ -163,7 +165,7 @@ def test_every_command_explains_itself(command: str, capsys: Capture) -> None:
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert f"usage: distaff {command}" in shown
-    assert ("--pool" in shown) == (command in ("run", "produce", "work", "archive", "evaluate", "status"))
+    assert ("--pool" in shown) == (command in ("run", "produce", "work", "archive", "evaluate", "status", "doctor"))
 
 
 def test_items_are_produced_seen_and_deleted(redis_url: str, client: redis.Redis, capsys: Capture) -> None:

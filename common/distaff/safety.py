@@ -25,7 +25,7 @@ def check_redis(client: redis.Redis, url: str, *, allow_unprotected: bool = Fals
     `url` is for the message. A server that does not let us ask (ACL) is accepted with one warning in the log.
     """
     if not allow_unprotected:
-        _check_protection(client, url)
+        check_protection(client, url)
     try:
         server, memory = client.info("server"), client.info("memory")
     except redis.exceptions.NoPermissionError:
@@ -36,11 +36,12 @@ def check_redis(client: redis.Redis, url: str, *, allow_unprotected: bool = Fals
             mend="let the user call INFO (ACL SETUSER ... +info), or see yourself that maxmemory-policy is noeviction",
         )
         return
-    _check_version(str(server.get("redis_version", "")), url)
-    _check_eviction(str(memory.get("maxmemory_policy", "noeviction")), url)
+    check_version(str(server.get("redis_version", "")), url)
+    check_eviction(str(memory.get("maxmemory_policy", "noeviction")), url)
 
 
-def _check_protection(client: redis.Redis, url: str) -> None:
+def check_protection(client: redis.Redis, url: str) -> None:
+    """Raise ConfigurationError for a server that others reach without a password."""
     options = client.connection_pool.connection_kwargs
     if "path" in options or options.get("password") or options.get("credential_provider"):
         return
@@ -62,7 +63,8 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _check_version(version: str, url: str) -> None:
+def check_version(version: str, url: str) -> None:
+    """Raise ConfigurationError for one that is older than OLDEST. version: `redis_version` of INFO."""
     parts = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if parts < OLDEST:
         raise ConfigurationError(
@@ -71,7 +73,8 @@ def _check_version(version: str, url: str) -> None:
         )
 
 
-def _check_eviction(policy: str, url: str) -> None:
+def check_eviction(policy: str, url: str) -> None:
+    """Raise ConfigurationError unless it is noeviction. policy: `maxmemory_policy` of INFO."""
     if policy != "noeviction":
         raise ConfigurationError(
             f"Redis at {redact_url(url)} evicts keys when it is full (maxmemory-policy {policy}), which would silently lose items and "

@@ -52,6 +52,12 @@ def status(settings: Settings, switches: argparse.Namespace, origins: Origins) -
     return module.show(settings.redis_url, run=run_name, watch=switches.watch, as_json=switches.json)
 
 
+def doctor(settings: Settings, switches: argparse.Namespace, origins: Origins) -> int:
+    from distaff.cli import doctor as module
+
+    return module.examine(_quieter(settings, origins), within_s=switches.within, as_json=switches.json)
+
+
 def demo(settings: Settings, switches: argparse.Namespace, origins: Origins) -> int:
     from distaff.cli import demo as module
 
@@ -78,7 +84,7 @@ def acl(settings: Settings, switches: argparse.Namespace, origins: Origins) -> i
 
 
 def _quieter(settings: Settings, origins: Origins) -> Settings:
-    """A tree shows its own progress; the events of all its processes are shown when they are asked for."""
+    """What shows its own progress or findings shows events of its processes when they are asked for."""
     if origins["log.level"] != "default":
         return settings
     return settings.model_copy(update={"log": settings.log.model_copy(update={"level": "warning"})})

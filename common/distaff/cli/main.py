@@ -99,6 +99,15 @@ COMMANDS: Mapping[str, Command] = {
         },
         embeds_redis=True,
     ),
+    "doctor": Command(
+        help="check Redis, engine, tokenizer and environment before a run, and say how to mend what is wrong",
+        call="distaff.cli.commands:doctor",
+        shown=(*_RUN, *_REDIS, "log"),
+        shortcuts={**_NAMES, **_PLAY},
+        switches={"--json": "one JSON object"},
+        embeds_redis=True,
+        declare="distaff.cli.doctor:declare",
+    ),
     "status": Command(
         help="what runs and workers are doing",
         call="distaff.cli.commands:status",

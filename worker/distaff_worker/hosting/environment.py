@@ -17,7 +17,7 @@ import structlog
 
 from distaff.config import EnvironmentSection
 from distaff.environments.protocol import Episode, ModelFactory, Score
-from distaff.types import JSON
+from distaff.types import JSON, Split
 from distaff_worker.hosting.launcher import Launcher
 from distaff_worker.hosting.process import HostOptions, HostProcess, Loss
 
@@ -59,6 +59,10 @@ class Place:
         if episode.handle is not None:
             self._rollouts.append(episode.handle)
         return episode
+
+    async def row(self, split: Split, index: int) -> tuple[int | None, dict[str, JSON] | None]:
+        """Rows of the split (None: no end), and row `index` (None past the end). Raises EnvironmentFailure."""
+        return await self._host.row(split, index)
 
     async def score(self, episodes: Sequence[Episode], *, timeout_s: float) -> list[list[Score]]:
         """As `Environment.score`. Raises DeadlineExceeded; EnvironmentFailure when the host is gone."""

@@ -152,6 +152,8 @@ class Host:
                 self._start(frame)
             case "turn":
                 self._calls.answered(frame)
+            case "row":
+                self._row(frame)
             case "cancel":
                 self._cancel(frame["id"])
             case "score":
@@ -199,6 +201,18 @@ class Host:
         episode = await self._environment.play(task, model_for)
         self._episodes[number] = episode
         self._answer(number, "played", plays=[frames.play_to_json(play) for play in episode.plays])
+
+    def _row(self, frame: Frame) -> None:
+        """A row of a split, and how many there are."""
+        number, split = frame["id"], frame["split"]
+        try:
+            size = self._environment.size(split)
+            row = next(self._environment.rows(split, frame["index"]), None) if size is None else None
+            if size:
+                row = self._environment.row(split, frame["index"])
+            self._answer(number, "row", size=size, row=row)
+        except Exception as error:  # noqa: BLE001 - the boundary around the dataset's own code
+            self._send({"op": "broken", "id": number, "message": f"{type(error).__name__}: {error}"})
 
     # -- score -------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import structlog
 
 from distaff.environments.protocol import ChatModel, Episode, ModelFactory, Score, failed_episode
 from distaff.errors import DeadlineExceeded, EnvironmentFailure, EnvironmentLoadError
-from distaff.types import JSON, RolloutFailure, RolloutVerdict
+from distaff.types import JSON, RolloutFailure, RolloutVerdict, Split
 from distaff_worker.hosting import frames
 from distaff_worker.hosting.board import PLAY, SCORE, Board, Slot
 from distaff_worker.hosting.frames import Frame
@@ -74,6 +74,7 @@ class HostProcess:
         self._numbers = itertools.count(1)
         self._rollouts: dict[int, _Rollout] = {}
         self._scores: dict[int, asyncio.Future[Frame]] = {}
+        """What else waits for an answer: scores, and rows."""
         self._verdict: Loss | None = None
         self._how = "unknown"
         self._watching: asyncio.Task[None] | None = None
@@ -189,6 +190,21 @@ class HostProcess:
         if found["op"] == "scored":
             return frames.scores_of(found["scores"])
         raise EnvironmentFailure(_WHAT_HAPPENED[found["op"]].format(**found))
+
+    async def row(self, split: Split, index: int) -> tuple[int | None, dict[str, JSON] | None]:
+        """Rows of the split (None: no end), and row `index` (None past the end). Raises EnvironmentFailure."""
+        if self.loss is not None:
+            raise EnvironmentFailure(_WHAT_HAPPENED["lost"])
+        number = next(self._numbers)
+        answer = self._scores[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send({"op": "row", "id": number, "split": split, "index": index})
+            found = await answer
+        finally:
+            del self._scores[number]
+        if found["op"] != "row":
+            raise EnvironmentFailure(_WHAT_HAPPENED[found["op"]].format(**found))
+        return found["size"], found["row"]
 
     async def _past_deadline(self, number: int, group: int, answer: asyncio.Future[Frame], timeout_s: float) -> None:
         """Returns with an answer after all. Code of ours that blocks is killed; behind another group's, we wait for that one's end."""
