@@ -44,8 +44,13 @@ def _in_meta(**fields: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda body: body | {"meta_info": body["meta_info"] | fields}
 
 
-def _bare(event: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"id": entry["id"]} for entry in event.get("completion_probabilities", [])]
+def _bare_event(event: dict[str, Any]) -> dict[str, Any]:
+    return event | {"completion_probabilities": [{"id": 6}]} if event["tokens"] == [6] else event
+
+
+def _bare_entry(body: dict[str, Any]) -> dict[str, Any]:
+    del body["choices"][0]["logprobs"]["content"][1]["logprob"]
+    return body
 
 
 BAD_FOR_TOKENS = {
@@ -65,6 +70,7 @@ BAD_FOR_TOKENS = {
     "not an object": Answer(mangle=lambda body: [1, 2]),
 }
 BAD_FOR_VLLM = {
+    "an entry without logprob": Answer(mangle=_bare_entry),
     "other model": Answer(model="other"),
     "no ids": Answer(mangle=in_choice(token_ids=None)),
     "no logprobs": Answer(mangle=in_choice(logprobs=None)),
@@ -88,7 +94,7 @@ BAD_FOR_SGLANG = {
 }
 BAD_FOR_LLAMACPP = {
     "other model": Answer(model="other"),
-    "an entry without logprob": Answer(mangle=lambda e: e | {"completion_probabilities": _bare(e)}),
+    "an entry without logprob": Answer(mangle=_bare_event),
     "tokens dropped from the stream": Answer(token_ids=[5, 6, 2], predicted=4),
     "probabilities of other tokens": Answer(mangle=lambda e: e | {"tokens": [t + 1 for t in e["tokens"]]}),
     "no last event": Answer(mangle=lambda e: None if e["stop"] else e),
@@ -100,8 +106,9 @@ BAD_FOR_CHAT = {
     "no message": Answer(mangle=in_choice(message=None)),
     "null content": Answer(text=None),
     "content a number": Answer(mangle=in_choice(message={"content": 3})),
-    "tool call without name": Answer(tool_calls=[{"id": "x", "function": {}}]),
-    "tool arguments an object": Answer(tool_calls=[{"function": {"name": "f", "arguments": {}}}]),
+    "tool call without function": Answer(tool_calls=[{"id": "x"}]),
+    "tool call that is no object": Answer(tool_calls=[{"id": "x", "function": "f"}]),
+    "tool name a number": Answer(tool_calls=[{"function": {"name": 3, "arguments": "{}"}}]),
     "error with status 200": Answer(mangle=lambda body: {"error": {"message": "boom"}}),
     "not an object": Answer(mangle=lambda body: [1]),
     "another served model": Answer(model="other"),

@@ -49,8 +49,8 @@ async def test_ids_and_logprobs_are_the_ones_in_the_answer(kind: str) -> None:
     assert ask.prompt_ids == [1, 2, 3]
     assert ask.headers["x-session-id"] == "rollout-1"
     assert ask.sampling["temperature"] == 0.7
-    assert ask.sampling["seed"] == 11
-    assert ask.sampling["top_k"] == 0
+    assert ask.sampling["sampling_seed" if kind == "sglang" else "seed"] == 11
+    assert ask.sampling["top_k"] == (-1 if kind == "sglang" else 0)
     assert ask.sampling["min_p"] == 0
 
 
@@ -115,7 +115,7 @@ async def test_max_tokens_is_cut_to_the_context_and_a_full_context_is_an_overflo
         engine = open_token_engine(section(server, kind=kind), vocab_size=100)
         await engine.check()
         await ask_tokens(engine, max_tokens=100)
-        name = "max_tokens" if kind == "vllm" else "n_predict"
+        name = {"vllm": "max_tokens", "sglang": "max_new_tokens", "llamacpp": "n_predict"}[kind]
         assert server.records[-1].ask.sampling[name] == 2
         with pytest.raises(ContextOverflow):
             await engine.generate([1] * 5, max_tokens=1, sampling={}, session="s")
@@ -168,7 +168,7 @@ async def test_chat_quirks_are_absorbed() -> None:
     assert got[1].finish_reason == "none"
     assert got[2].finish_reason == "tool_calls"
     assert got[2].message["tool_calls"][0] == {
-        "id": "call_0",
+        "id": "call00000",
         "type": "function",
         "function": {"name": "f", "arguments": "{}"},
     }
