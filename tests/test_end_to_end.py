@@ -89,6 +89,7 @@ async def test_ids_are_what_the_engine_saw_and_sampled(redis_url: str) -> None:
         }
     for group in groups:
         assert len(group.samples) == 4
+        assert [rollout.metrics["distaff/prefix_share"] for rollout in group.rollouts] == [1.0] * 4
         for sample in group.samples:
             assert tuple(sample.token_ids.tolist()) in seen
             rendered = tokenizer().apply_chat_template(group.rollouts[sample.rollout].messages, return_dict=False)

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from distaff.config import SamplingSection
+from distaff.config import RunConfig, SamplingSection
 from distaff.environments.protocol import Episode, Play
 from distaff.types import Tool
 from distaff_worker.attempt import PREFIX_SHARE, Attempt, played_rollouts
 from distaff_worker.chat_models import TokenChatModel
 from distaff_worker.engines.protocol import Generation
+from distaff_worker.job import GroupPlayer
 from distaff_worker.metrics import Metrics
 from distaff_worker.prefix_watch import FEWEST, PrefixWatch
 from distaff_worker.rendering.template_backend import TemplateRenderer
 from distaff_worker.sampling import Limits
+from distaff_worker.warm import WarmRuns
+from tests.group_support import make_group
 from tests.matrix_support import ScriptedTokens
 from tests.tokens_support import ADD, assistant, renderer, smollm2_folder, tokenizer, user
 
@@ -134,6 +138,24 @@ def test_a_few_turns_or_a_bound_of_zero_say_nothing(logs: list[Any]) -> None:
         watch.observe("off", bridged=0, breaks=["messages_changed"], least=0.0)
         watch.observe("good", bridged=1, breaks=[], least=0.9)
     assert logs == []
+
+
+async def test_a_group_that_was_played_is_watched(logs: list[Any], executor: Executor) -> None:
+    """The worker counts every rollout of its groups and warns by the run's own bound."""
+    metrics = Metrics()
+    player = GroupPlayer(lambda _: cast(WarmRuns, None), worker="w", metrics=metrics, read_policy=lambda _: 0)
+    attempts = []
+    for number in range(FEWEST):
+        made = model(executor)
+        await made.complete([user("a")], [], {})
+        await made.complete([user("a"), assistant("no"), user("b")], [], {})
+        attempts.append(Attempt(number, Episode(plays=[]), {"": made}, 1.0))
+    config = RunConfig.model_validate({"rollouts": {"min_prefix_share": 0.5}})
+    player._count(config, attempts, make_group(run="watched"))
+    assert [(entry["event"], entry["run"], entry["least"]) for entry in logs] == [("prefix.fell", "watched", 0.5)]
+    assert metrics.recent_prefix_share == 0.0
+    await asyncio.to_thread(player._tokenizing.shutdown)
+    await asyncio.to_thread(player._packing.shutdown)
 
 
 def test_a_worker_says_its_share_and_counts_the_causes() -> None:

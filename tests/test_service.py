@@ -217,8 +217,11 @@ async def test_shutdown_command_drains(redis_url: str, client: redis.Redis) -> N
 
 async def test_a_worker_is_announced_whole_when_it_appears(redis_url: str, client: redis.Redis) -> None:
     """Not with the first beat: for seconds it would be shown as not ready and with another number of slots."""
-    async with working(make_service(redis_url, ScriptedPlayer(), beat_s=60)):
+    service = make_service(redis_url, ScriptedPlayer(), beat_s=60)
+    service._metrics.count_turns(turns=5, bridged=3, breaks=["tools_changed"])
+    async with working(service):
         await until(lambda: client.hget("rq:worker:w1", "ready") == b"1")
+        assert client.hget("rq:worker:w1", "prefix_share") == b"0.75"
         assert client.hget("rq:worker:w1", "pool") == POOL.encode()
 
 

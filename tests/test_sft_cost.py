@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils import chat_template_utils
 
-from distaff.config import LossMask
+from distaff.config import LossMask, RunConfig
+from distaff.environments.protocol import Episode, Play
 from distaff.errors import TokenizationError
 from distaff.types import Message, Tool
+from distaff_worker.attempt import Attempt
+from distaff_worker.chat_models import ApiChatModel
+from distaff_worker.job import GroupPlayer
 from distaff_worker.rendering.encoding import TextEncoder
 from distaff_worker.rendering.segments import open_segmented
 from distaff_worker.rendering.template_backend import TemplateRenderer
 from distaff_worker.samples import steps_to_samples
 from distaff_worker.sft import tokenize_chat
 from distaff_worker.steps import ChatStep, TokenStep
+from distaff_worker.warm import WarmRun
 from tests.families_support import FAMILIES, renderer, tokenizer
 from tests.tokens_support import ADD, assistant, chat_steps, tool_result, user
 
@@ -218,6 +224,23 @@ def test_all_turns_of_a_template_that_forgets_reasoning_are_one_sample() -> None
     steps = chat_steps([user("a"), assistant("one", reasoning="why"), user("b"), assistant("two", reasoning="so")])
     assert trained_text(steps, "Qwen3", "all_turns") == ["one<|im_end|><think>\nso\n</think>\n\ntwo<|im_end|>"]
     assert len(trained_text(steps, "Qwen3", "each_turn")) == 2
+
+
+def test_the_run_s_mask_is_the_one_that_is_taken() -> None:
+    """sft.loss_mask reaches the worker's tokenization."""
+    model = ApiChatModel.__new__(ApiChatModel)
+    model.steps = chat_steps([user("a"), assistant("one"), user("b"), assistant("two")])
+    play = Play(seat="", messages=[], tools=[], turns=2, stop_condition="", truncated=False, error=None)
+    trained = {}
+    for mask in MASKS:
+        config = RunConfig.model_validate({"sft": {"loss_mask": mask}})
+        run = cast(WarmRun, SimpleNamespace(renderer=renderer("SmolLM2/ChatML"), config=config))
+        attempt = Attempt(0, Episode(plays=[play]), {"": model}, 1.0)
+        GroupPlayer._tokenize_one(run, attempt)
+        (sample,) = attempt.samples[""]
+        trained[mask] = renderer("SmolLM2/ChatML").decode(sample.token_ids[sample.loss_mask].tolist())
+    both = "one<|im_end|>two<|im_end|>"
+    assert trained == {"each_turn": both, "all_turns": both, "last_turn": "two<|im_end|>"}
 
 
 def test_the_examples_of_a_prompt_are_not_trained() -> None:

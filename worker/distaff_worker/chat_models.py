@@ -20,7 +20,7 @@ from distaff.errors import ContextOverflow, EngineAnswerError, TokenBudget, Turn
 from distaff.types import JSON, FinishReason, Message, Tool
 from distaff_worker.conversations import Turn, continued, why_not_continued
 from distaff_worker.engines.protocol import ChatEngine, Generation, TokenEngine
-from distaff_worker.rendering.messages import refuse_images
+from distaff_worker.images import refuse_images
 from distaff_worker.rendering.protocol import Renderer
 from distaff_worker.sampling import Limits, turn_sampling
 from distaff_worker.steps import ChatStep, PrefixBreak, TokenStep

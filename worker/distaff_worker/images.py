@@ -10,11 +10,16 @@ import hashlib
 import re
 from collections.abc import Sequence
 
+from distaff.errors import TokenizationError
 from distaff.types import JSON, Message
 
 SHORTEST = 256
 """Characters of a data URI that is replaced; a shorter one is no longer than its reference."""
 _DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w=.+-]+)*,")
+NOT_TEXT = (
+    "a message has content that is neither text nor a list of text parts (an image or audio?): modes rl and sft "
+    'train text conversations only. Play it with run.mode = "eval", which keeps images by reference, or take them out'
+)
 _IMAGES = ("image", "image_url", "input_image")
 
 
@@ -34,6 +39,19 @@ def count_images(messages: Sequence[Message]) -> int:
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     return sum(part.get("type") in _IMAGES for part in parts)
+
+
+def is_text(content: JSON) -> bool:
+    """A message's content that text templates can hold."""
+    if isinstance(content, list):
+        return all(isinstance(part, dict) and part.get("type") == "text" for part in content)
+    return content is None or isinstance(content, str)
+
+
+def refuse_images(messages: Sequence[Message]) -> None:
+    """Raise TokenizationError when a message holds what no text template can."""
+    if not all(is_text(message.get("content")) for message in messages):
+        raise TokenizationError(NOT_TEXT)
 
 
 def _reference(uri: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from distaff.config import LossMask
 from distaff.errors import TokenizationError
 from distaff.types import JSON, Message
-from distaff_worker.rendering.encoding import common_prefix
+from distaff_worker.prefixes import common_prefix
 from distaff_worker.rendering.protocol import Prefix, Renderer
 from distaff_worker.steps import ChatStep, TokenStep
 

@@ -12,8 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from distaff_worker.prefixes import common_prefix
 from distaff_worker.rendering.decoding import open_decoder
 
 CACHE_CHARACTERS = 2_000_000
@@ -116,14 +115,6 @@ class TextEncoder:
             for left in _PROBES
             for right in _PROBES
         )
-
-
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """Length of the common prefix."""
-    shorter = min(len(a), len(b))
-    if a[:shorter] == b[:shorter]:
-        return shorter
-    return int(np.argmax(np.array(a[:shorter]) != np.array(b[:shorter])))
 
 
 def encodable(text: str) -> str:

@@ -11,11 +11,7 @@ from typing import Any
 
 from distaff.errors import TokenizationError
 from distaff.types import JSON, Message
-
-_NOT_TEXT = (
-    "a message has content that is neither text nor a list of text parts (an image or audio?): modes rl and sft "
-    'train text conversations only. Play it with run.mode = "eval", which keeps images by reference, or take them out'
-)
+from distaff_worker.images import NOT_TEXT, is_text
 
 
 def prepare(messages: Sequence[Message], *, inline_reasoning: bool = False) -> list[dict[str, Any]]:
@@ -47,15 +43,9 @@ def content_text(content: JSON) -> str:
         return ""
     if isinstance(content, str):
         return content
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+    if isinstance(content, list) and is_text(content):
         return "".join(str(part.get("text", "")) for part in content)
-    raise TokenizationError(_NOT_TEXT)
-
-
-def refuse_images(messages: Sequence[Message]) -> None:
-    """Raise TokenizationError when a message holds what no text template can."""
-    for message in messages:
-        content_text(message.get("content"))
+    raise TokenizationError(NOT_TEXT)
 
 
 def think_block(reasoning: str) -> str:
