@@ -111,8 +111,9 @@ class Recovery:
             f"{JOB_PREFIX}{orphan.job}", ["status", "distaff_exec", "distaff_lost"]
         )
         waited_s = time.monotonic() - orphan.killed
-        if status == b"queued" and orphan.queued_s is None:
-            orphan.queued_s = waited_s
+        if status == b"queued":
+            orphan.queued_s = waited_s if orphan.queued_s is None else orphan.queued_s
+            orphan.crowded = orphan.crowded or self._full
         if (status == b"started" and execution == orphan.execution) or status == b"queued":
             return False
         if status != b"started":

@@ -68,5 +68,8 @@ class Board:
         return self.cells[_IDENTS + slot]
 
     def close(self) -> None:
+        """Give the memory and its descriptor back; what the board said last can still be read."""
+        last = memoryview(bytes(self.cells)).cast("q")
         self.cells.release()
+        self.cells = last
         self._page.close()

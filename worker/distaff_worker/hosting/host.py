@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import faulthandler
 import logging
 import os
@@ -104,17 +105,26 @@ class ScoreLoop:
         self._loop.run_forever()
 
     def start(self, number: int, group: int, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run `coroutine` there in the name of `group`; the future is done when it has really ended."""
+        """Run `coroutine` there in the name of `group`; the future is done when it has really ended. `cancel` reaches it from now on."""
+        ended: Future[Any] = Future()
+        context = contextvars.copy_context()
+        context.run(GROUP.set, group)
 
-        async def named() -> Any:
-            GROUP.set(group)
-            task = self._tasks[number] = asyncio.get_running_loop().create_task(coroutine)
-            try:
-                return await task
-            finally:
-                del self._tasks[number]
+        def begin() -> None:
+            task = self._tasks[number] = self._loop.create_task(coroutine, context=context)
+            task.add_done_callback(lambda task: self._ended(number, task, ended))
 
-        return asyncio.run_coroutine_threadsafe(named(), self._loop)
+        self._loop.call_soon_threadsafe(begin)
+        return ended
+
+    def _ended(self, number: int, task: asyncio.Task[Any], ended: Future[Any]) -> None:
+        del self._tasks[number]
+        if task.cancelled():
+            ended.cancel()
+        elif error := task.exception():
+            ended.set_exception(error)
+        else:
+            ended.set_result(task.result())
 
     def cancel(self, number: int) -> None:
         def cancel() -> None:
@@ -157,7 +167,10 @@ class Host:
             case "cancel":
                 self._cancel(frame["id"])
             case "score":
-                reply = asyncio.get_running_loop().create_task(self._score(frame))
+                # Begun now, not in the task: a worker that was stopped past its deadline says score, cancel and forget in one breath.
+                judging = self._judge([self._episodes[known] for known in frame["episodes"]])
+                scoring = self._scoring.start(frame["id"], frame["group"], judging)
+                reply = asyncio.get_running_loop().create_task(self._score(frame["id"], scoring))
                 self._replies.add(reply)
                 reply.add_done_callback(self._replies.discard)
             case "forget":
@@ -216,10 +229,7 @@ class Host:
 
     # -- score -------------------------------------------------------------------------------------------------------
 
-    async def _score(self, frame: Frame) -> None:
-        number = frame["id"]
-        episodes = [self._episodes[known] for known in frame["episodes"]]
-        scoring = self._scoring.start(number, frame["group"], self._judge(episodes))
+    async def _score(self, number: int, scoring: Future[list[list[Score]]]) -> None:
         await asyncio.wait({asyncio.wrap_future(scoring)})
         if scoring.cancelled():
             self._send({"op": "ended", "id": number})

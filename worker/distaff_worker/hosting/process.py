@@ -91,6 +91,11 @@ class HostProcess:
         self._stacks = StackFile()
         try:
             self.pid = await self._launcher.fork([theirs.fileno(), board_fd, self._stacks.file.fileno()])
+        except BaseException:
+            ours.close()
+            self._stacks.close()
+            self._board.close()
+            raise
         finally:
             theirs.close()
             os.close(board_fd)
@@ -326,6 +331,7 @@ class HostProcess:
         for answer in self._scores.values():
             _settle(answer, {"op": "lost"})
         self._stacks.close()
+        self._board.close()
         if self._watching is not None:
             self._watching.cancel()
         self._on_end(self)
