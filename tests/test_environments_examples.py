@@ -11,14 +11,22 @@ from typing import Any
 import pytest
 
 from distaff.environments.load import examples
+from distaff.environments.releases import has_classic
 from distaff.types import Message
-from tests.environments_support import Answer, call, load_env, only, play
+from tests.environments_support import Answer, ScriptedModel, call, load_env, only, play
 
 needs_reasoning_gym = pytest.mark.skipif(
     importlib.util.find_spec("reasoning_gym") is None,
     reason="reasoning-gym is an extra of its own (it needs a C compiler); the gate installs it",
 )
-EXAMPLES = [pytest.param(name, marks=needs_reasoning_gym if name == "reasoning-gym" else ()) for name in examples()]
+needs_classic = pytest.mark.skipif(not has_classic(), reason="the installed verifiers has the v1 API only")
+V1 = ("propose-solve", "word-count")
+EXAMPLES = [
+    pytest.param(
+        name, marks=() if name in V1 else [needs_classic, *([needs_reasoning_gym] if name == "reasoning-gym" else [])]
+    )
+    for name in examples()
+]
 
 
 @pytest.mark.parametrize("environment_id", EXAMPLES)
@@ -44,6 +52,7 @@ def bisect(n: int, messages: Sequence[Message]) -> str:
     return str((low + high) // 2)
 
 
+@needs_classic
 async def test_guess_number_rewards_closeness() -> None:
     """A player that halves wins in five guesses; one that babbles gets 0; in between the reward tells good from bad."""
     env = load_env("guess-number", max_turns=5)
@@ -67,6 +76,7 @@ async def test_guess_number_rewards_closeness() -> None:
     assert rewards[5] == max(rewards[3:])
 
 
+@needs_classic
 async def test_calculator_tool_pays_the_right_number_and_the_use_of_the_tools() -> None:
     """1.2 for both, 1.0 for a result out of the air, 0.2 for tools and a wrong result; the answer is parsed."""
     env = load_env("calculator-tool")
@@ -85,6 +95,7 @@ async def test_calculator_tool_pays_the_right_number_and_the_use_of_the_tools() 
     assert [score.answer for score in scores] == [row["answer"], row["answer"], "7"]
 
 
+@needs_classic
 @needs_reasoning_gym
 async def test_reasoning_gym_scores_with_the_generators_own_verifier() -> None:
     """The entry in the row is enough: another worker with another seed scores the same."""
@@ -96,6 +107,45 @@ async def test_reasoning_gym_scores_with_the_generators_own_verifier() -> None:
     assert (right.reward, right.answer) == (1.0, row["answer"])
     assert wrong.reward is not None
     assert wrong.reward < 0.5
+
+
+@needs_classic
+@needs_reasoning_gym
+async def test_reasoning_gym_pays_an_answer_of_tuples_and_survives_nonsense() -> None:
+    """arc_agi's scorer compares with tuples, which JSON has not; prime_factorization's fails at an answer that is no number."""
+    for gym, answers in {"arc_agi": [None], "prime_factorization": [None, "no idea", ""]}.items():
+        env = load_env("reasoning-gym", gym=gym, train_size=1)
+        row = env.row("train", 0)
+        scripts = [f"<answer>{row['answer'] if text is None else text}</answer>" for text in answers]
+        episodes = [(await play(env, row, [script]))[0] for script in scripts]
+        scores = [score for (score,) in await env.score(episodes)]
+        assert [score.error for score in scores] == [None] * len(answers)
+        assert scores[0].reward == 1.0
+        assert all(score.reward is not None and score.reward < 0.5 for score in scores[1:])
+
+
+async def test_propose_solve_pays_both_seats() -> None:
+    """The proposer for the sum and for a solver who gets it, the solver for the number; without an addition there is a spare one."""
+    env = load_env("propose-solve")
+    row = env.row("train", 0)
+    target, spare = row["target"], sum(row["spare"])
+
+    async def played(proposal: str, answer: str) -> dict[str, float | None]:
+        models = {"proposer": ScriptedModel([proposal]), "solver": ScriptedModel([answer])}
+        episode = await env.play(row, lambda seat: models[seat])
+        (scores,) = await env.score([episode])
+        assert len(models["solver"].asked) == 1
+        return {seat.seat: score.reward for seat, score in zip(episode.plays, scores, strict=True)}
+
+    assert await played(f"{target - 1} + 1", str(target)) == {"proposer": 1.0, "solver": 1.0}
+    assert await played(f"{target - 1} + 1", "no idea") == {"proposer": 0.8, "solver": 0.0}
+    assert await played("no idea", str(spare)) == {"proposer": 0.2, "solver": 1.0}
+    near = await played(f"{target} + 1", str(target))
+    assert near["proposer"] is not None
+    assert near["solver"] is not None
+    assert 0 < near["proposer"] < 0.8
+    assert 0 < near["solver"] < 1
+    await env.close()
 
 
 async def test_word_count_gives_three_tries() -> None:

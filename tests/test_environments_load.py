@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from distaff.config import EnvironmentSection
+from distaff.environments import releases
 from distaff.environments.load import environment_ref, examples, find_module, item_key, load, module_name
 from distaff.errors import ConfigurationError, EnvironmentLoadError
 from tests.environments_support import load_env
@@ -112,6 +113,24 @@ def test_api_can_be_set_and_is_checked() -> None:
     assert "exports no Taskset" in refused("guess-number", api="v1")
 
 
+@pytest.mark.parametrize("environment_id", ["guess-number", "tests.zoo_classic_support"])
+def test_a_classic_id_without_the_classic_api_is_answered_with_what_to_install(
+    environment_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under verifiers 0.4; the second leg sees the same with the real one (test_environments_v1_only)."""
+    monkeypatch.setattr(releases, "has_classic", lambda: False)
+    message = refused(environment_id)
+    assert f"{environment_id!r} is a classic one" in message
+    assert "pip install 'verifiers>=0.3.1,<0.4'" in message
+    assert load(EnvironmentSection(id="word-count")).api == "v1"
+
+
+def test_a_missing_verifiers_is_not_answered_with_its_newest_release(folder: Path) -> None:
+    """`pip install verifiers` would bring one without the classic API."""
+    (folder / "without.py").write_text("raise ModuleNotFoundError('no verifiers', name='verifiers')\n")
+    assert "pip install 'distaff[environments]'" in refused("without")
+
+
 def test_a_task_that_needs_a_container_is_refused_at_once(folder: Path) -> None:
     """With the setting that gives it one."""
     (folder / "boxed_v1.py").write_text(
@@ -150,6 +169,11 @@ def test_a_row_is_named_by_environment_version_arguments_split_and_row() -> None
     assert (ref.id, ref.version, ref.api, ref.split) == ("guess-number", env.version, "classic", "eval")
     assert ref.args_hash == config.args_hash()
     assert item_key(env, config, "train", 7) == f"guess-number@{env.version}/{config.args_hash()}/train/7"
+    assert item_key(env, config, "eval", 7) != item_key(env, config, "train", 7)
+    seed = EnvironmentSection(id="guess-number", args={"seed": 2})
+    assert item_key(env, seed, "train", 7) != item_key(env, config, "train", 7)
+    other = EnvironmentSection(id="calculator-tool", args={"seed": 1})
+    assert item_key(load(other), other, "train", 7) != item_key(env, config, "train", 7)
     one, two = (item_key(env, config, "train", row) for row in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
     assert one == two
     assert one != item_key(env, config, "train", {"a": 1, "b": 3})

@@ -165,6 +165,25 @@ async def test_an_agents_timeout_is_a_timeout(zoo: Loader) -> None:
     assert (failed.kind, failed.boundary) == ("timeout", "deadline")
 
 
+async def test_a_copy_of_a_task_has_the_data_of_the_copy(zoo: Loader) -> None:
+    """What guards a task's own code goes with the copies an environment makes of it."""
+    env = zoo("tests.zoo_v1_copies_support")
+    models: list[ScriptedModel] = []
+
+    def model_for(seat: str) -> ScriptedModel:
+        models.append(ScriptedModel(["1"]))
+        return models[-1]
+
+    episode = await env.play(env.row("train", 0), model_for)
+    assert [single.error for single in episode.plays] == [None, None]
+    assert [model.asked[0][0]["content"] for model in models] == ["be kind", "be brief"]
+    assert [score.metrics["seen"] for score in await scored(env, episode)] == [len("be kind"), len("be brief")]
+    broken = await env.play({**env.row("train", 0), "leave": True}, model_for)
+    failed = broken.plays[-1].error
+    assert failed is not None
+    assert (failed.kind, failed.boundary) == ("environment_error", "setup")
+
+
 async def test_a_cancelled_rollout_ends_although_its_code_swallows_the_cancellation(zoo: Loader) -> None:
     """P14, and the environment plays on."""
     env = zoo(place="stubborn")

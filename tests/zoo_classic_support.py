@@ -10,13 +10,9 @@ import verifiers.legacy as vf
 from datasets import Dataset
 from openai import AsyncOpenAI
 
-ERRORS: dict[str, Callable[[], BaseException]] = {
-    "ValueError": lambda: ValueError("boom"),
-    "vf.Error": lambda: vf.Error("boom"),
-    "SystemExit": lambda: SystemExit("boom"),
-    "KeyboardInterrupt": lambda: KeyboardInterrupt("boom"),
-    "CancelledError": lambda: asyncio.CancelledError("boom"),
-}
+from tests.zoo_errors_support import ERRORS as PLAIN_ERRORS
+
+ERRORS: dict[str, Callable[[], BaseException]] = {**PLAIN_ERRORS, "vf.Error": lambda: vf.Error("boom")}
 
 
 def rows(n: int = 4, **columns: Any) -> Dataset:

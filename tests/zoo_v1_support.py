@@ -9,7 +9,7 @@ from typing import Any
 
 import verifiers.v1 as vf
 
-from tests.zoo_classic_support import ERRORS
+from tests.zoo_errors_support import ERRORS
 
 __all__ = ["Zoo"]
 

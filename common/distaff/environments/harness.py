@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import AsyncExitStack
-from datetime import timedelta
 from typing import Any
 
 import aiohttp
@@ -84,19 +83,22 @@ async def _converse(http: aiohttp.ClientSession, url: str, messages: list[Messag
 
 
 class Toolbox:
-    """The tools of a task's MCP servers."""
+    """The tools of a task's MCP servers. Raises TimeoutError when a server takes longer than `timeout_s` for an answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, timeout_s: float) -> None:
         self.tools: list[Tool] = []
+        self._timeout_s = timeout_s
         self._owners: dict[str, tuple[Any, str]] = {}
 
     @classmethod
     async def open(cls, stack: AsyncExitStack, urls: Mapping[str, str], *, timeout_s: float) -> Toolbox:
         """Connect to every server and list its tools. The sessions live as long as `stack`."""
-        toolbox = cls()
+        toolbox = cls(timeout_s=timeout_s)
         for server, url in urls.items():
-            session = await _session(stack, url, timeout_s=timeout_s)
-            for tool in (await session.list_tools()).tools:
+            session = await _session(stack, url)
+            await toolbox._in_time(session.initialize(), f"the tool server {server!r}")
+            listed = await toolbox._in_time(session.list_tools(), f"the tool server {server!r}")
+            for tool in listed.tools:
                 toolbox._add(f"{server}_{tool.name}" if server else tool.name, session, tool)
         return toolbox
 
@@ -104,7 +106,7 @@ class Toolbox:
         if name in self._owners:
             raise ValueError(f"two tools are called {name!r}; give one of the toolsets another TOOL_PREFIX")
         self._owners[name] = (session, tool.name)
-        function = {"name": name, "description": tool.description or "", "parameters": tool.inputSchema}
+        function = {"name": name, "description": tool.description or "", "parameters": _wire(tool)["inputSchema"]}
         self.tools.append({"type": "function", "function": function})
 
     async def answer(self, call: Mapping[str, Any]) -> Message:
@@ -122,19 +124,30 @@ class Toolbox:
         if not isinstance(arguments, dict):
             return "error: the arguments must be a JSON object"
         session, tool = self._owners[name]
-        return _content((await session.call_tool(tool, arguments)).content)
+        return _content((await self._in_time(session.call_tool(tool, arguments), f"the tool {name!r}")).content)
+
+    async def _in_time(self, answer: Awaitable[Any], who: str) -> Any:
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                return await answer
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise TimeoutError(f"{who} did not answer within {self._timeout_s:g} s") from error
 
 
-async def _session(stack: AsyncExitStack, url: str, *, timeout_s: float) -> Any:
+async def _session(stack: AsyncExitStack, url: str) -> Any:
     from mcp import ClientSession
     from mcp.client.streamable_http import streamable_http_client
 
     read, write, *_ = await stack.enter_async_context(streamable_http_client(url))
-    session = await stack.enter_async_context(
-        ClientSession(read, write, read_timeout_seconds=timedelta(seconds=timeout_s))
-    )
-    await session.initialize()
-    return session
+    return await stack.enter_async_context(ClientSession(read, write))
+
+
+def _wire(thing: Any) -> dict[str, JSON]:
+    """An object of mcp by the names of its protocol; those of its Python fields differ between mcp 1 and 2."""
+    return dict(thing.model_dump(mode="json", by_alias=True))
 
 
 def _content(blocks: list[Any]) -> JSON:
@@ -146,7 +159,7 @@ def _content(blocks: list[Any]) -> JSON:
 
 def _part(block: Any) -> dict[str, JSON]:
     if block.type == "image":
-        return {"type": "image_url", "image_url": {"url": f"data:{block.mimeType};base64,{block.data}"}}
+        return {"type": "image_url", "image_url": {"url": f"data:{_wire(block)['mimeType']};base64,{block.data}"}}
     return {"type": "text", "text": block.text if block.type == "text" else str(block)}
 
 

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Literal, Protocol
 
 from distaff.config import EnvironmentSection
+from distaff.environments import releases
 from distaff.environments.protocol import Environment
 from distaff.errors import ConfigurationError, DistaffError, EnvironmentLoadError
 from distaff.types import JSON, EnvironmentRef, Split
@@ -55,8 +56,19 @@ def load(config: EnvironmentSection) -> Environment:
         )
     with _signal_handlers_kept():
         module = find_module(config)
-        classic = config.api == "classic" or (config.api == "auto" and "classic" in apis(module))
-        return _build(config, module, "classic" if classic else "v1")
+        return _build(config, module, _api(config, module))
+
+
+def _api(config: EnvironmentSection, module: ModuleType) -> Api:
+    """The API to load `module` with. Raises EnvironmentLoadError where that is the classic one and verifiers has none."""
+    offered, classic_plays = apis(module), releases.has_classic()
+    if config.api == "v1" or (
+        config.api == "auto" and "v1" in offered and not (classic_plays and "classic" in offered)
+    ):
+        return "v1"
+    if not classic_plays:
+        raise EnvironmentLoadError(releases.no_classic(config.id))
+    return "classic"
 
 
 def find_module(config: EnvironmentSection) -> ModuleType:
@@ -144,14 +156,23 @@ def _import(environment_id: str, name: str) -> ModuleType | None:
     except ModuleNotFoundError as error:
         if error.name is not None and (error.name == name or name.startswith(f"{error.name}.")):
             return None
-        raise EnvironmentLoadError(
-            f"environment {environment_id!r}: {name} needs the module {error.name!r}, which is not installed. "
-            f"Install it: pip install {(error.name or '').split('.')[0].replace('_', '-')}"
-        ) from error
+        problem = f"{name} needs the module {error.name!r}, which is not installed. {_how_to_install(error.name or '')}"
+        raise _import_failed(environment_id, name, problem) from error
     except (Exception, SystemExit) as error:
-        raise EnvironmentLoadError(
-            f"environment {environment_id!r}: importing {name} failed with {type(error).__name__}: {_one_line(error)}"
-        ) from error
+        problem = f"importing {name} failed with {type(error).__name__}: {_one_line(error)}"
+        raise _import_failed(environment_id, name, problem) from error
+
+
+def _import_failed(environment_id: str, name: str, problem: str) -> EnvironmentLoadError:
+    if releases.installed() and not releases.has_classic() and releases.defines_classic(name):
+        return EnvironmentLoadError(releases.no_classic(environment_id))
+    return EnvironmentLoadError(f"environment {environment_id!r}: {problem}")
+
+
+def _how_to_install(module: str) -> str:
+    top = module.split(".")[0]
+    wanted = "'distaff[environments]'" if top == "verifiers" else top.replace("_", "-")
+    return f"Install it: pip install {wanted}"
 
 
 def _build(config: EnvironmentSection, module: ModuleType, api: Api) -> Environment:

@@ -1,7 +1,8 @@
-"""verifiers v1 tasksets and environments (0.3.1): with `v1_client` and `harness` the only place that knows that API.
+"""verifiers v1 tasksets and environments (0.3 and 0.4): with `v1_client` and `harness` the only place that knows that API.
 
 Invariant: a task is rebuilt from its data, never from an index; a trace is scored by its named rewards, never by its total alone
-(a failed trace has the total 0). One `env.serving()` lives as long as the environment, in a task of its own.
+(a failed trace has the total 0). One `env.serving()` lives as long as the environment, in a task of its own. What 0.3 and 0.4 call or
+judge differently (stop conditions, a full context, an agent's timeout) comes out of here the same.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class V1Environment:
         self.version = version
         self._env = env
         self._chooses_split = chooses_split
-        self._task_type = type(env.taskset).task_type()
+        self._task_type = _guarded_type(type(env.taskset).task_type())
         self._tasks: dict[Split, list[Any]] = {}
         self._single = len(_seats(type(env.config))) == 1
         self._ready: asyncio.Future[None]
@@ -133,7 +134,7 @@ class V1Environment:
     async def _episode(self, task: Mapping[str, JSON], seats: Seats) -> Any:
         await self._serve()
         data = self._task_type.data_type().model_validate(dict(task))
-        (slot,) = self._env.slots(_guard(self._task_type(data, self._env.config.taskset.task)), 1)
+        (slot,) = self._env.slots(self._task_type(data, self._env.config.taskset.task), 1)
         context = vf.ModelContext(model=MODEL_NAME, client=SeatConfig.carrying(seats), sampling=vf.SamplingConfig())
         return await self._env.run_slot(slot, context)
 
@@ -176,13 +177,16 @@ def _row(task: Any) -> dict[str, JSON]:
     return dict(data.model_dump(mode="json", exclude=defaults))
 
 
-def _guard(task: Any) -> Any:
-    """`task` with its own code kept from ending the process."""
-    hooks = task.hooks
-    task.setup = _guarded(task.setup, "setup")
-    task.finalize = _guarded(task.finalize, "finalize")
-    task.hooks = lambda kind: [_guarded(hook, "step" if kind == "stop" else "reward") for hook in hooks(kind)]
-    return task
+def _guarded_type(task_type: Any) -> Any:
+    """`task_type` with its own code kept from ending the process. A type and not the object, so that the copies an environment
+    makes of its task are bound to their own data."""
+
+    def hooks(task: Any, kind: str) -> list[Any]:
+        return [_guarded(hook, "step" if kind == "stop" else "reward") for hook in task_type.hooks(task, kind)]
+
+    own = {name: _guarded(getattr(task_type, name), name) for name in ("setup", "finalize")}
+    names = {name: getattr(task_type, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(task_type.__name__, (task_type,), {**names, **own, "hooks": hooks})
 
 
 def _guarded(function: Any, place: str) -> Any:
@@ -201,8 +205,8 @@ def _play(trace: Any, client: SeatClient, broken: RolloutFailure | None) -> Play
         messages=client.recall.openai(trace.messages) or _prompt(trace.task.data),
         tools=client.tools,
         turns=client.turns,
-        stop_condition="max_turns" if client.turn_limit else trace.stop_condition or "",
-        truncated=bool(trace.is_truncated),
+        stop_condition=(trace.stop_condition or "") if trace.ok else "error",
+        truncated=bool(trace.is_truncated) or client.truncated,
         error=_trace_failure(trace, client) or broken,
         timings=finite_metrics(timings),
     )
@@ -220,15 +224,26 @@ def _no_play(error: RolloutFailure) -> Play:
 
 def _trace_failure(trace: Any, client: SeatClient) -> RolloutFailure | None:
     """Why the trace cannot be scored. A failure of the scoring itself is left to `_score`."""
+    error = trace.last_error
+    if _timed_out(trace):
+        message = (
+            f"{error.type}: {error.message}" if error is not None else f"the agent's own limit: {trace.stop_condition}"
+        )
+        return RolloutFailure(kind="timeout", boundary="deadline", message=clip(message))
     if trace.ok or trace.timing.scoring.start:
         return None
-    error = trace.last_error
     if client.error is not None:
         return failure(client.error, "step")
     message = clip("unknown error" if error is None else f"{error.type}: {error.message}")
-    if error is not None and error.type == "HarnessError" and error.message.startswith("agent timeout"):
-        return RolloutFailure(kind="timeout", boundary="deadline", message=message)
     return RolloutFailure(kind="environment_error", boundary=_stage(trace.timing), message=message)
+
+
+def _timed_out(trace: Any) -> bool:
+    """Whether a seat's own timeout ended it: a failed trace in 0.3, a scored one in 0.4, and how far a machine got in a time
+    is no reward to train on."""
+    error = trace.last_error
+    failed = not trace.ok and error is not None and error.type == "HarnessError"
+    return bool(getattr(trace, "is_timeout", False)) or (failed and error.message.startswith("agent timeout"))
 
 
 def _stage(timing: Any) -> str:

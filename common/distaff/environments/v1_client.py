@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import PrivateAttr
 from verifiers.v1.clients import Client, EvalClientConfig
 from verifiers.v1.dialects import ChatDialect
-from verifiers.v1.errors import OverlongPromptError, ProviderError
+from verifiers.v1.errors import ProviderError
 from verifiers.v1.interception import Interception
 from verifiers.v1.types import AssistantMessage, Response, ToolCall, Usage
 
@@ -26,18 +26,23 @@ MODEL_NAME = "policy"
 _FINISH = {"stop": "stop", "length": "length", "tool_calls": "tool_calls"}
 
 
+class CleanEnd(Exception):
+    """The rollout ends here. Not a RolloutError of verifiers, which would fail the trace although it has stopped."""
+
+
 class SeatClient(Client):  # type: ignore[misc]
     """Answers one trace from `model`."""
 
-    def __init__(self, seat: str, model: ChatModel) -> None:
+    def __init__(self, seat: str, model: ChatModel, trace: Any) -> None:
         self.seat = seat
         self.recall = Recall()
         self.tools: list[Tool] = []
         self.turns = 0
         self.error: DistaffError | None = None
         """Of the last model call, None when it succeeded or ended the rollout cleanly."""
-        self.turn_limit = False
+        self.truncated = False
         self._model = model
+        self._trace = trace
 
     async def get_response(
         self,
@@ -48,7 +53,7 @@ class SeatClient(Client):  # type: ignore[misc]
         turn: Any = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """One model turn. Raises OverlongPromptError at a clean end, ProviderError from everything else."""
+        """One model turn. Raises CleanEnd at a clean end, ProviderError from everything else."""
         if not isinstance(dialect, ChatDialect):
             raise ProviderError(
                 f"the policy speaks chat completions only, not {type(dialect).__name__}", status_code=400
@@ -58,8 +63,9 @@ class SeatClient(Client):  # type: ignore[misc]
         try:
             answer = await self._model.complete(self.recall.openai(body["messages"]), self.tools, flat_sampling(body))
         except (ContextOverflow, TurnLimit) as end:
-            self.turn_limit = isinstance(end, TurnLimit)
-            raise OverlongPromptError(str(end)) from end
+            self.truncated = True
+            self._trace.stop("max_turns" if isinstance(end, TurnLimit) else "context_length")
+            raise CleanEnd(str(end)) from end
         except DistaffError as error:
             self.error = error
             raise ProviderError(str(error), status_code=502 if error.retryable else 400) from error
@@ -110,7 +116,7 @@ class Seats:
         """The trace's client; made at the first call. A seat that plays several traces has "#2", "#3", ... after its name."""
         if trace.id not in self._clients:
             seat = self._name("" if self._single else trace.agent.name)
-            self._clients[trace.id] = SeatClient(seat, self._model_for(seat))
+            self._clients[trace.id] = SeatClient(seat, self._model_for(seat), trace)
         return self._clients[trace.id]
 
     def _name(self, name: str) -> str:

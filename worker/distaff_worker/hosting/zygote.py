@@ -1,6 +1,6 @@
 """A process that has imported what environments need, and forks a host from it in milliseconds: python -m distaff_worker.hosting.zygote FD
 
-Invariant: has one thread and loads no environment, so that forking it is safe. Dies with the worker, and its hosts with it (Linux: by the
+Invariant: has one thread (numpy's BLAS ends its own before a fork) and loads no environment, so that forking it is safe. Dies with the worker, and its hosts with it (Linux: by the
 kernel, even when they are blocked).
 
 The worker asks over a socket, one request at a time: {"op": "fork"} with the descriptors of a host's socket, board and stack file gives
@@ -18,6 +18,7 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
+from distaff.environments import releases
 from distaff.environments.load import distributions
 from distaff_worker.hosting import host
 
@@ -56,9 +57,7 @@ def preload() -> None:
     """Import what takes seconds, and nothing that starts a thread."""
     # transformers advises installing torch, which a worker has no use for.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import verifiers
-
-    _ = verifiers.Environment
+    releases.preload()
     distributions()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import verifiers.legacy as vf
@@ -35,7 +36,7 @@ def load_environment(
 
     def score(completion: vf.Messages, info: dict[str, Any], parser: vf.Parser) -> float:
         """The generator's own score of the answer, 0 to 1."""
-        return float(scorer.score_answer(answer=parser.parse_answer(completion), entry=json.loads(info["entry"])))
+        return scored(scorer, parser.parse_answer(completion), unpacked(json.loads(info["entry"])))
 
     parser = vf.Parser(extract_fn=extract)
     return vf.SingleTurnEnv(
@@ -55,10 +56,41 @@ def extract(text: str) -> str:
     return str(found[-1] if found else text).strip()
 
 
+def scored(generator: Any, answer: str, entry: Mapping[str, Any]) -> float:
+    """The generator's own score of `answer`, 0 where the answer is such that its scorer fails (some convert it without a check).
+    Raises what the scorer raises when it fails at its own answer too."""
+    try:
+        return float(generator.score_answer(answer=answer, entry=entry))
+    except Exception:  # noqa: BLE001 - the generator's code, given what a model wrote
+        generator.score_answer(answer=str(entry["answer"]), entry=entry)
+        return 0.0
+
+
 def _entries(dataset: Any) -> Dataset:
     return Dataset.from_list(
         [
-            {"question": entry["question"], "answer": str(entry["answer"]), "info": {"entry": json.dumps(entry)}}
-            for entry in dataset
+            {"question": e["question"], "answer": str(e["answer"]), "info": {"entry": json.dumps(packed(e))}}
+            for e in dataset
         ]
     )
+
+
+def packed(value: Any) -> Any:
+    """`value` for JSON, tuples and the keys of mappings kept as what they are: scorers compare with them. A tuple is {"t": [...]}, a
+    mapping {"d": [[key, value], ...]}."""
+    if isinstance(value, Mapping):
+        return {"d": [[packed(key), packed(inner)] for key, inner in value.items()]}
+    if isinstance(value, tuple):
+        return {"t": [packed(inner) for inner in value]}
+    return [packed(inner) for inner in value] if isinstance(value, list) else value
+
+
+def unpacked(value: Any) -> Any:
+    """What `packed` was given."""
+    if isinstance(value, list):
+        return [unpacked(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    if "t" in value:
+        return tuple(unpacked(inner) for inner in value["t"])
+    return {unpacked(key): unpacked(inner) for key, inner in value["d"]}

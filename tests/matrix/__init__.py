@@ -1,0 +1,1 @@
+"""Environments nobody here wrote, played through distaff's adapter: python -m tests.matrix."""
