@@ -7,8 +7,8 @@ from typing import Any
 
 from distaff.findings import Finding
 from distaff.settings import Settings
-from distaff_worker.doctor import diagnose
 from distaff_worker.doctor_checks import Examiner
+from distaff_worker.doctor_run import diagnose
 from tests.farm_support import launcher, run_config
 
 
