@@ -30,6 +30,7 @@ from tests.engines_support import (
 )
 from tests.engines_support import opened as opened
 from tests.engines_support import short_backoff as short_backoff
+from tests.scripted_answers import render
 from tests.scripted_engine import Answer, Fault, ScriptedEngine, status
 
 pytestmark = pytest.mark.usefixtures("short_backoff")
@@ -191,6 +192,54 @@ async def test_connections_are_reused(opened: Open) -> None:
         for _ in range(100):
             await call()
         assert server.connections == 1
+
+
+class OneAnswerEach:
+    """A server that promises to keep a connection and closes it, without a word, when the next request comes on it."""
+
+    def __init__(self) -> None:
+        self.connections = 0
+        self.unanswered = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        await self._request(reader)
+        body = render(Answer(), "/inference/v1/generate", "scripted")
+        writer.write(b"HTTP/1.1 200 OK\r\nKeep-Alive: timeout=5\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        if await self._request(reader):
+            self.unanswered += 1
+        writer.close()
+
+    async def _request(self, reader: asyncio.StreamReader) -> bool:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError:
+            return False
+        length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+        return bool(await reader.readexactly(int(length.partition(b":")[2])))
+
+
+async def test_a_kept_connection_that_is_closed_is_no_failure_of_the_server(opened: Open) -> None:
+    """llama.cpp closes after each streamed answer: the request goes out again at once, is no retry, and nobody is sick."""
+    peer = OneAnswerEach()
+    async with await asyncio.start_server(peer.serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        call = opened(section(f"http://127.0.0.1:{port}", max_retries=0, retry_budget_s=0.001))
+        for _ in range(10):
+            await call()
+    assert peer.connections == 10
+    assert peer.unanswered == 9
+
+
+async def test_a_server_that_never_answers_a_kept_connection_is_found_out(opened: Open) -> None:
+    """What was sent again at once is bounded: a new connection that is closed is a failure."""
+    async with ScriptedEngine(script=replies(Answer(), Fault(hang="reset"))) as server:
+        call = opened(section(server, max_retries=0))
+        await call()
+        with pytest.raises(EngineUnavailable, match="closed the connection"):
+            await call()
+    assert server.count == 3
 
 
 # -- several servers

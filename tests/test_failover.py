@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import pytest
 
 from distaff.errors import ContextOverflow
 from distaff_worker.engines import open_chat_engine, open_token_engine
+from distaff_worker.engines.endpoints import Endpoints
 from distaff_worker.engines.protocol import TokenEngine
 from tests.engines_support import TOKEN_KINDS, section
 from tests.engines_support import short_backoff as short_backoff
@@ -51,11 +53,20 @@ class Pair:
         return Fault(hang="cut", body=b'data: {"tokens": [7]' if ask.path == "/completion" else b'{"choices": [{"tok')
 
 
-async def play(engine: TokenEngine, session: int) -> tuple[list[list[int]], list[Any]]:
+def sessions(mortal: str, other: str) -> list[str]:
+    """Names of sessions, half of which belong to each server."""
+    endpoints = Endpoints([mortal, other], clock=lambda: 0.0, rng=random.Random(0))
+    of: dict[str, list[str]] = {mortal: [], other: []}
+    for n in range(1000):
+        of[endpoints.choose(f"s{n}").url].append(f"s{n}")
+    return of[mortal][: SESSIONS // 2] + of[other][: SESSIONS // 2]
+
+
+async def play(engine: TokenEngine, session: str) -> tuple[list[list[int]], list[Any]]:
     """A rollout of several turns, each prompt the last one's tokens and one more."""
-    prompt, prompts, answers = [3, 50 + session], [], []
+    prompt, prompts, answers = [3, 50 + int(session[1:])], [], []
     for turn in range(TURNS):
-        got = await engine.generate(prompt, max_tokens=8, sampling={}, session=f"s{session}")
+        got = await engine.generate(prompt, max_tokens=8, sampling={}, session=session)
         prompts.append(prompt)
         answers.append(got)
         prompt = [*prompt, *got.token_ids, turn]
@@ -69,7 +80,8 @@ async def test_rollouts_go_on_at_the_other_server_with_their_own_tokens(kind: st
     async with pair.mortal, pair.other:
         engine = open_token_engine(section(pair.mortal, pair.other, kind=kind), vocab_size=100)
         await engine.check()
-        played = await asyncio.gather(*(play(engine, n) for n in range(SESSIONS)))
+        names = sessions(pair.mortal.url, pair.other.url)
+        played = await asyncio.gather(*(play(engine, name) for name in names))
         await engine.close()
     assert pair.died.is_set()
     served = set()
@@ -101,13 +113,12 @@ async def test_a_chat_goes_on_at_the_other_server() -> None:
         engine = open_chat_engine(section(first, second, kind="sglang", model="scripted"))
         for turn in range(3):
             dead = turn > 0
-            texts = [f"{n} {turn}" for n in range(SESSIONS)]
+            names = sessions(first.url, second.url)
+            texts = [f"{name} {turn}" for name in names]
             got = await asyncio.gather(
                 *(
-                    engine.chat(
-                        [{"role": "user", "content": text}], tools=[], max_tokens=8, sampling={}, session=f"s{n}"
-                    )
-                    for n, text in enumerate(texts)
+                    engine.chat([{"role": "user", "content": text}], tools=[], max_tokens=8, sampling={}, session=name)
+                    for name, text in zip(names, texts, strict=True)
                 )
             )
             assert [one.message["content"] for one in got] == [f"re: {text}" for text in texts]

@@ -33,13 +33,23 @@ _QUOTA = re.compile(r"insufficient_quota|billing_hard_limit", re.IGNORECASE)
 class PassingFailure(Exception):
     """One attempt failed for a reason that may pass. Internal to the HTTP layer."""
 
-    def __init__(self, reason: str, *, retry_after_s: float | None = None, sick: bool = True, connection: bool = False):
-        """sick: it counts against the server. connection: no HTTP answer came at all."""
+    def __init__(
+        self,
+        reason: str,
+        *,
+        retry_after_s: float | None = None,
+        sick: bool = True,
+        connection: bool = False,
+        unanswered: bool = False,
+    ):
+        """sick: it counts against the server. connection: no whole HTTP answer came. unanswered: nor the beginning of one, on a connection
+        that was closed."""
         super().__init__(reason)
         self.reason = reason
         self.retry_after_s = retry_after_s
         self.sick = sick
         self.connection = connection
+        self.unanswered = unanswered
 
 
 def is_passing(status: int, body: bytes) -> bool:

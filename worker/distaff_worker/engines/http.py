@@ -14,6 +14,8 @@ import random
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import aiohttp
@@ -40,6 +42,8 @@ FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
 IDLE_CONNECTION_S = 4.0
 """Below the five seconds after which uvicorn and llama.cpp close an idle connection, lest a request meets the closing."""
+MOST_STALE = 3
+"""Connections found closed that one attempt may meet before it counts as failed."""
 _KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 
 
@@ -149,6 +153,22 @@ class HttpPool:
         return result
 
     async def _exchange(self, endpoint: Endpoint, path: str, body: bytes | None, *, session: str, read: Reader[T]) -> T:
+        """One answer. A kept connection that turns out to be closed says nothing of the server: the request goes out again at once.
+
+        llama.cpp closes after each streamed answer without announcing it.
+        """
+        for _ in range(MOST_STALE):
+            sent = _Sent()
+            try:
+                return await self._send(endpoint, path, body, session=session, read=read, sent=sent)
+            except PassingFailure as failure:
+                if not (sent.reused and failure.unanswered):
+                    raise
+        return await self._send(endpoint, path, body, session=session, read=read, sent=_Sent())
+
+    async def _send(
+        self, endpoint: Endpoint, path: str, body: bytes | None, *, session: str, read: Reader[T], sent: _Sent
+    ) -> T:
         try:
             async with self._client().request(
                 "GET" if body is None else "POST",
@@ -157,12 +177,14 @@ class HttpPool:
                 headers={SESSION_HEADER: session} if session else None,
                 proxy=endpoint.proxy,
                 allow_redirects=False,
+                trace_request_ctx=sent,
             ) as response:
                 if response.status == 200:
                     return await read(response)
                 text = await _read_error(response)
         except (aiohttp.ClientError, OSError) as error:
-            raise PassingFailure(_describe(error), connection=True) from None
+            unanswered = isinstance(error, _CLOSED)
+            raise PassingFailure(_describe(error), connection=True, unanswered=unanswered) from None
         raise self._failure(response, text, where=f"engine at {redact_url(endpoint.url)}, {path},")
 
     def _failure(self, response: aiohttp.ClientResponse, text: bytes, *, where: str) -> Exception:
@@ -190,8 +212,30 @@ class HttpPool:
                 timeout=aiohttp.ClientTimeout(total=None, connect=self.section.connect_timeout_s),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=headers,
+                trace_configs=[_tracing()],
             )
         return self._http
+
+
+@dataclass(slots=True, eq=False)
+class _Sent:
+    """How a request went out."""
+
+    reused: bool = False
+    """On a connection that an earlier request had used."""
+
+
+def _tracing() -> aiohttp.TraceConfig:
+    """Tells each request's `_Sent` whether its connection is a kept one."""
+
+    async def reuse(
+        _: aiohttp.ClientSession, context: SimpleNamespace, __: aiohttp.TraceConnectionReuseconnParams
+    ) -> None:
+        context.trace_request_ctx.reused = True
+
+    tracing = aiohttp.TraceConfig()
+    tracing.on_connection_reuseconn.append(reuse)
+    return tracing
 
 
 def api_key(variable: str) -> str:
@@ -301,12 +345,15 @@ def _payload(body: bytes | None) -> bytes | io.BytesIO | None:
     return io.BytesIO(body) if body is not None and len(body) >= 1 << 20 else body
 
 
+_CLOSED = (aiohttp.ServerDisconnectedError, ConnectionResetError, aiohttp.ClientOSError)
+
+
 def _describe(error: aiohttp.ClientError | OSError) -> str:
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return "no connection within engine.connect_timeout_s"
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"no connection ({error.os_error.strerror or type(error.os_error).__name__})"
-    if isinstance(error, (aiohttp.ServerDisconnectedError, ConnectionResetError, aiohttp.ClientOSError)):
+    if isinstance(error, _CLOSED):
         return "it closed the connection without an answer"
     if isinstance(error, aiohttp.ClientPayloadError):
         return "it closed the connection in the middle of an answer"
