@@ -177,7 +177,7 @@ class _Playing:
             lambda: [one for model in models for one in model_samples(model, renderer, loss_mask=mask)]
         )
         tokens, trained = sum(len(one.token_ids) for one in made), sum(_trained(one) for one in made)
-        fact = f"{len(made)} samples of {tokens} tokens, {trained} of them trained"
+        fact = f"{len(made)} sample{'s' if len(made) != 1 else ''}, {tokens} tokens, {trained} of them trained"
         if trained:
             return Found(value=None, fact=fact)
         mend = "look at a group of a small run (docs/tokens.md): nothing the model said would be learned"
