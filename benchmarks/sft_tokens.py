@@ -34,10 +34,13 @@ def run() -> Sequence[Figure]:
         tokenizer = load_tokenizer(str(demo_tokenizer_dir(Path(folder))))
     renderer = TemplateRenderer(tokenizer, name="smollm2", vocab_size=len(tokenizer))
     figures = [_figure(tokenizer, renderer, turns) for turns in TURNS]
-    return [*figures]
+    # A template that looks ahead is never proven: every turn is rendered, and only the tokenizer's work is saved.
+    tokenizer.chat_template += "{% if messages[-1].content == '' %} {% endif %}"
+    renderer = TemplateRenderer(tokenizer, name="looks ahead", vocab_size=len(tokenizer))
+    return [*figures, _figure(tokenizer, renderer, TURNS[2], what="of a template that is rendered for each")]
 
 
-def _figure(tokenizer: Any, renderer: TemplateRenderer, turns: int) -> Figure:
+def _figure(tokenizer: Any, renderer: TemplateRenderer, turns: int, *, what: str = "") -> Figure:
     steps = _chat(turns)
     end = tokenizer.eos_token_id
     ours, theirs = [], []
@@ -49,12 +52,13 @@ def _figure(tokenizer: Any, renderer: TemplateRenderer, turns: int) -> Figure:
             other, seconds = _timed(lambda: [_every_prefix(tokenizer, step, end) for step in steps])
             theirs.append(seconds)
             _compare(mine, other)
+    goal = turns == 40 and not what
     ratio = statistics.median(theirs) / statistics.median(ours)
     return Figure(
-        what=f"{turns} turns, {len(mine[-1].prompt_ids) + len(mine[-1].completion_ids):,} tokens: every prefix : ours",
-        goal=f">= {GOAL:g}" if turns == 40 else "",
+        what=f"{turns} turns{what and ' ' + what}, {len(mine[-1].prompt_ids) + len(mine[-1].completion_ids):,} tokens: every prefix : ours",
+        goal=f">= {GOAL:g}" if goal else "",
         result=f"{ratio:.0f} ({1000 * statistics.median(theirs):.0f} ms : {1000 * statistics.median(ours):.1f} ms)",
-        met=ratio >= GOAL if turns == 40 else None,
+        met=ratio >= GOAL if goal else None,
     )
 
 

@@ -17,8 +17,10 @@ from distaff.types import Message
 from distaff_worker.rendering.completions import read_json_call, split_tool_calls
 from distaff_worker.rendering.decoding import open_decoder
 from distaff_worker.rendering.encoding import TextEncoder
+from distaff_worker.rendering.harmony import split_harmony
 from distaff_worker.rendering.loading import open_renderer
 from distaff_worker.steps import TokenStep
+from tests import families_support as families
 from tests.tokens_support import (
     ADD,
     ENDS,
@@ -289,11 +291,11 @@ def test_a_block_without_a_function_stays_in_the_content(text: str) -> None:
     assert split_tool_calls(text, turn=0) == (text, [])
 
 
-@pytest.mark.parametrize("style", ["llama3_style"])
-def test_a_malformed_json_call_is_answered_as_a_call(style: str) -> None:
+@pytest.mark.parametrize("family", ["Llama-3", "Llama-3 (renderers)"])
+def test_a_malformed_json_call_is_answered_as_a_call(family: str) -> None:
     """The model is told that its arguments are broken; a cut call, another JSON object and a mere text stay what they are."""
-    chosen, made = renderer(style), tokenizer(style)
-    end = made.convert_tokens_to_ids(ENDS[style])
+    chosen, made = families.renderer(family), families.tokenizer(family)
+    end = made.convert_tokens_to_ids("<|eot_id|>")
 
     def parse(text: str, *, cut: bool = False) -> Message:
         return chosen.parse([*made.encode(text, add_special_tokens=False), *([] if cut else [end])], [ADD])
@@ -302,6 +304,50 @@ def test_a_malformed_json_call_is_answered_as_a_call(style: str) -> None:
     assert parse(broken)["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1,}'}
     for text, cut in ((broken, True), ('{"name": "Bob", "age": 3,}', False), ('see {"name": "add"', False)):
         assert parse(text, cut=cut) == assistant(text)
+
+
+WORDS = ["word1", "word2"]
+CHANNELS = [
+    "<|channel|>analysis",
+    "<|channel|>final",
+    "<|channel|>commentary",
+    "<|message|>",
+    "<|end|>",
+    "<|start|>assistant",
+]
+
+
+@given(st.lists(st.sampled_from([*CHANNELS, " to=functions.add", *WORDS, '{"a": 1}']), max_size=12).map("".join))
+@settings(max_examples=150, deadline=None)
+def test_nothing_a_model_writes_on_any_channel_is_lost(text: str) -> None:
+    """Whatever order it writes channels, messages and recipients in: each word ends up in reasoning, content or a call."""
+    for closed in (True, False):
+        content, reasoning, calls = split_harmony(text, turn=0, with_tools=True, closed=closed)
+        functions = [part for call in calls for part in (call["function"]["name"], call["function"]["arguments"])]
+        everything = "".join([content, reasoning or "", *functions])
+        assert [everything.count(word) for word in WORDS] == [text.count(word) for word in WORDS]
+
+
+@pytest.mark.parametrize(
+    ("text", "closed", "message"),
+    [
+        (' to=functions.add<|channel|>commentary json<|message|>{"a": 1,}', True, ("", None, '{"a": 1,}')),
+        ("<|channel|>commentary to=functions.add <|constrain|>json<|message|>{}", False, ("", None, "{}")),
+        ('<|channel|>commentary to=functions.add json<|message|>{"a', False, ('to=functions.add {"a', None, None)),
+        (
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>4",
+            True,
+            ("4", "hm", None),
+        ),
+        ("<|channel|>analysis<|message|>hm<|channel|>final<|message|>4", True, ("4", "hm", None)),
+        ("<|channel|>analysis<|message|>cut whi", False, ("", "cut whi", None)),
+        ("no channel at all", True, ("no channel at all", None, None)),
+    ],
+)
+def test_gpt_oss_s_channels_are_told_apart(text: str, closed: bool, message: tuple[Any, ...]) -> None:
+    """Analysis is reasoning, the final channel content, a recipient a call with its raw arguments; a cut call stays content."""
+    content, reasoning, calls = split_harmony(text, turn=0, with_tools=True, closed=closed)
+    assert (content, reasoning, calls[0]["function"]["arguments"] if calls else None) == message
 
 
 def test_json_that_utf8_cannot_hold_is_made_holdable() -> None:
@@ -439,6 +485,18 @@ def test_the_package_is_taken_only_where_it_equals_the_template(tmp_path: Path) 
     folder = tmp_path / "Qwen3-0.6B"
     tokenizer("qwen3_style").save_pretrained(folder)
     assert open_renderer(TokenizerSection(name=str(folder)), "").kind == "template"
+
+
+def test_a_renderer_that_would_download_is_not_taken_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss's fetches a vocabulary: a worker without a network would wait for it, and the template is exact."""
+    folder = tmp_path / "gpt-oss-20b"
+    families.tokenizer("gpt-oss").save_pretrained(folder)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the package was asked")
+
+    monkeypatch.setattr("renderers.create_renderer", refuse)
+    assert open_renderer(TokenizerSection(name=str(folder)), "openai/gpt-oss-20b").kind == "template"
 
 
 # -- decoding by table

@@ -15,8 +15,10 @@ from distaff.types import JSON
 from distaff_worker.rendering.completions import tool_call
 
 _BLOCK = re.compile(r"(.*?)<\|message\|>(.*?)(?:<\|end\|>|(?=<\|start\|>|<\|channel\|>)|\Z)", re.DOTALL)
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(analysis|commentary|final)\b")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+_HEADER = re.compile(rf"<\|start\|>\s*assistant\b|{_CHANNEL.pattern}|{_RECIPIENT.pattern}|<\|constrain\|>|\bjson\b")
+"""What a header is made of; anything else in it is text."""
 
 
 def is_harmony(template: str) -> bool:
@@ -36,6 +38,7 @@ def split_harmony(text: str, *, turn: int, with_tools: bool, closed: bool) -> tu
     for block in _BLOCK.finditer(text):
         header, body, end = block[1], block[2], block.end()
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        content.append(_HEADER.sub("", header).strip())
         if recipient and with_tools and (closed or end < len(text) or _is_json(body)):
             calls.append(tool_call(recipient[1], body, number=len(calls), turn=turn))
         elif recipient:

@@ -14,12 +14,15 @@ from renderers.base import MODEL_RENDERER_MAP
 
 from distaff.errors import ConfigurationError, TokenizationError
 from distaff.types import JSON, Message, Tool
-from distaff_worker.rendering.completions import assistant_message, read_call, tool_call
+from distaff_worker.rendering.completions import assistant_message, read_call, read_json_call, tool_call
 from distaff_worker.rendering.messages import prepare
 from distaff_worker.rendering.protocol import Prefix
 from distaff_worker.rendering.template_backend import end_tokens, until_stop
 from distaff_worker.steps import TokenStep
 
+_JSON_CALLS = {"llama-3"}
+_NEED_DOWNLOADS = {"gpt-oss"}
+"""Formats whose renderer fetches a vocabulary of its own; taken only when they are asked for by name."""
 _FAILURES = (ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError, RuntimeError)
 
 
@@ -34,6 +37,7 @@ class PackageRenderer:
         self.name = name
         self.kind = f"renderers:{format_name}"
         self.vocab_size = vocab_size
+        self._json_calls = format_name in _JSON_CALLS
         try:
             plain = renderers.config_from_name(format_name)
             self._renderer = renderers.create_renderer(tokenizer, type(plain)(thinking_retention="all"))
@@ -98,7 +102,12 @@ class PackageRenderer:
             raise self._refusal(error) from None
         reasoning = (parsed.reasoning_content or "").strip("\n") or None
         if not parsed.tool_calls:
-            return assistant_message(parsed.content, reasoning, [])
+            content: str = parsed.content or ""
+            calls: list[JSON] = []
+            if self._json_calls:  # the package takes a call that is not JSON for mere text
+                closed = not self.stop_ids.isdisjoint(completion_ids)
+                content, calls = read_json_call(content, turn=turn, tools=tools, closed=closed)
+            return assistant_message(content, reasoning, calls)
         if not tools:
             return assistant_message(self._text_after_reasoning(ids), reasoning, [])
         calls, rest = _calls(parsed.tool_calls, turn=turn)
@@ -132,11 +141,11 @@ class PackageRenderer:
 
 
 def known_formats(*names: str) -> list[str]:
-    """The package's formats for `names`: hub ids it lists, then hub ids whose last part is the last part of a name (a folder)."""
+    """The package's formats for `names` that need no network: hub ids it lists, then hub ids whose last part is the last part of a name (a folder)."""
     exact = [MODEL_RENDERER_MAP[name] for name in names if name in MODEL_RENDERER_MAP]
     endings = {name.rstrip("/").rpartition("/")[2] for name in names} - {""}
     alike = [style for full, style in MODEL_RENDERER_MAP.items() if full.rpartition("/")[2] in endings]
-    return list(dict.fromkeys(str(style) for style in (*exact, *alike)))
+    return [style for style in dict.fromkeys(map(str, (*exact, *alike))) if style not in _NEED_DOWNLOADS]
 
 
 def formats() -> list[str]:
