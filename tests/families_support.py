@@ -113,6 +113,7 @@ FAMILIES: dict[str, Family] = {
         end="<｜end▁of▁sentence｜>",
         thinks=True,
         opens_thinking=True,
+        real="deepseek_v3",
     ),
     "gpt-oss": Family(
         template="gptoss",

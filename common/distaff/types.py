@@ -93,7 +93,7 @@ class Rollout:
     reward: float | None
     """Sum of weight * reward over the rubric; None when the rollout has an error."""
     metrics: dict[str, float]
-    """Raw (unweighted) value of every reward function and metric of the rubric."""
+    """Raw (unweighted) value of every reward function and metric of the rubric; names that begin with "distaff/" are the worker's own."""
     turns: int
     finish_reason: FinishReason
     """Of the last model turn."""
