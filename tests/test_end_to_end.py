@@ -97,6 +97,22 @@ async def test_ids_are_what_the_engine_saw_and_sampled(redis_url: str) -> None:
             assert not sample.loss_mask[: len(sample.token_ids) // 4].any()
 
 
+async def test_a_rollout_whose_token_budget_is_used_up_is_truncated_and_trained(redis_url: str) -> None:
+    """A clean verdict: the turns so far are scored and kept, the engine is not asked for more."""
+    size = len(says("number 1").token_ids)
+    limits = {"group_size": 2, "max_total_completion_tokens": 2 * size}
+    async with ScriptedEngine(script=lambda ask: says("number 1")) as engine:
+        config = run_config(engine.url, rollouts=limits, environment={"args": {"rows": 1, "turns": 3}})
+        (group,) = await play_to_the_end(redis_url, config)
+        asked = [record.ask.sampling["max_tokens"] for record in engine.records if not is_probe(record.ask)]
+    assert [(rollout.verdict, rollout.completion_tokens, rollout.turns) for rollout in group.rollouts] == [
+        ("truncated", 2 * size, 2),
+        ("truncated", 2 * size, 2),
+    ]
+    assert sorted(asked) == [size, size, 2 * size, 2 * size]
+    assert [int(sample.loss_mask.sum()) for sample in group.samples] == [2 * size] * 2
+
+
 async def test_sft_trains_every_assistant_turn(redis_url: str) -> None:
     """SFT: text from a chat API, tokenized here; no log-probabilities, no advantages, the answers under the mask."""
     async with ScriptedEngine(script=numbered(random.Random(7))) as engine:
