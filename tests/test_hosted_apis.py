@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -240,8 +241,6 @@ async def test_an_api_without_max_completion_tokens_gets_max_tokens(server: Scri
 
 async def test_fifty_requests_at_once_learn_the_same(server: ScriptedEngine, opened: Opened) -> None:
     """All of them are refused before one has learned; all of them pass the second time, and the change is said once."""
-    import asyncio
-
     server.barrier = 50
     server.script = refusing("temperature", TEMPERATURES["openai, a value"])
     engine = opened()
