@@ -63,6 +63,7 @@ class CompletionsWire(JsonWire):
     """vLLM from 0.10.2 on: the OpenAI route with ids beside the text. Names no weight version."""
 
     path = "/v1/completions"
+    long_list = LongList(holder=lambda document: document["choices"][0]["logprobs"], name="top_logprobs")
 
     def payload(self, ask: Ask) -> dict[str, JSON]:
         own = {
