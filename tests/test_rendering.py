@@ -387,6 +387,19 @@ def test_thinking_opened_by_the_prompt_and_never_closed_is_reasoning() -> None:
         made.chat_template = original
 
 
+def test_calls_in_a_form_nobody_reads_are_refused() -> None:
+    """A template with tools whose calls cannot be read back: the environment would never hear of them."""
+    template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}[CALL]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chosen = open_renderer(TokenizerSection(name=smollm2_folder(), chat_template=template), "")
+    assert chosen.parse([5, 2], [])["role"] == "assistant"
+    with pytest.raises(TokenizationError, match=r"cannot be read back: set tokenizer\.renderer"):
+        chosen.parse([5, 2], [ADD])
+
+
 # -- open
 
 

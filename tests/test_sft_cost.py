@@ -139,7 +139,7 @@ def test_twice_the_turns_are_twice_the_characters(name: str, counted: _Counted) 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_turns_from_one_rendering_equal_turns_rendered_alone(name: str, data: st.DataObject) -> None:
     """Whatever the template does with what follows: merges, tools, reasoning, cut turns, special tokens in texts."""
     family = FAMILIES[name]

@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from distaff.errors import ConfigurationError, TokenizationError
+from distaff.errors import TokenizationError
 from distaff.types import Message, Tool
 from distaff_worker.rendering.completions import (
     assistant_message,
@@ -24,37 +24,12 @@ from distaff_worker.rendering.completions import (
 from distaff_worker.rendering.encoding import TextEncoder
 from distaff_worker.rendering.harmony import in_fields, is_harmony, split_harmony
 from distaff_worker.rendering.messages import prepare, think_block
+from distaff_worker.rendering.probing import MARK, common_length, probe
 from distaff_worker.rendering.protocol import Prefix
 from distaff_worker.rendering.segments import Segments, open_segmented
 from distaff_worker.steps import TokenStep
 
 _TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-_PROBE_TOOL: Tool = {
-    "type": "function",
-    "function": {
-        "name": "probe_tool",
-        "description": "probe",
-        "parameters": {"type": "object", "properties": {"probe_argument": {"type": "string"}}},
-    },
-}
-_PROBE_CALL: Message = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {
-            "id": "call00000",
-            "type": "function",
-            "function": {"name": "probe_tool", "arguments": '{"probe_argument": "x"}'},
-        }
-    ],
-}
-_SECOND_CALL = {
-    "id": "call00001",
-    "type": "function",
-    "function": {"name": "second_probe", "arguments": '{"probe_argument": "y"}'},
-}
-_USER: Message = {"role": "user", "content": "probe"}
-_MARK = "ENDOFTURN"
 _EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>\s*")
 _END_NAMES = {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>"}
 
@@ -78,16 +53,11 @@ class TemplateRenderer:
         self._harmony = is_harmony(template)
         self._has_reasoning_field = "reasoning_content" in template or self._harmony
         self._thinks = self._has_reasoning_field or "</think>" in template
-        self._closing_id = self._find_closing_token()
-        self._closing_in_history = self._find_closing_token([_USER]) if self._closing_id is not None else None
-        self.stop_ids = end_tokens(tokenizer, also=[*stop_ids, self._closing_id, self._find_closing_of_calls()])
-        ends = {*self.stop_ids, *filter(None, [self._closing_in_history])}
+        self._traits = probe(self._probe, tokenizer=tokenizer, encoder=self._encoder, name=name)
+        traits = self._traits
+        self.stop_ids = end_tokens(tokenizer, also=[*stop_ids, traits.closing_id, traits.closing_of_calls])
+        ends = {*self.stop_ids, *filter(None, [traits.closing_in_history])}
         self._end_texts = [text for text in map(tokenizer.convert_ids_to_tokens, sorted(ends)) if text]
-        self._has_tools = self._probe([_USER], [_PROBE_TOOL]) != self._probe([_USER], [])
-        self._call_style = "harmony" if self._harmony else self._find_call_style()
-        self._calls_shown = self._count_calls_shown()
-        closed, opened = (self._probe([_USER], [], generation_prompt=opens) or "" for opens in (False, True))
-        self._opening = opened[_common_length(closed, opened) :]
         self._segmented = open_segmented(tokenizer.chat_template) if isinstance(tokenizer.chat_template, str) else None
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
@@ -132,14 +102,15 @@ class TemplateRenderer:
         new_messages: Sequence[Message],
         tools: Sequence[Tool],
     ) -> list[int] | None:
-        if self._closing_id is None or any(message.get("role") == "assistant" for message in new_messages):
+        if self._traits.closing_id is None or any(message.get("role") == "assistant" for message in new_messages):
             return None
         added = self._text_after_turn(previous_messages, new_messages, tools)
         if added is None:
             return None
         before = previous.prompt_ids + previous.completion_ids
         ended = bool(previous.completion_ids) and previous.completion_ids[-1] in self.stop_ids
-        closing = self._closing_id if self._closing_in_history is None else self._closing_in_history
+        in_history, at_end = self._traits.closing_in_history, self._traits.closing_id
+        closing = at_end if in_history is None else in_history
         return [*before, *([] if ended else [closing]), *self._encoder.encode(added)]
 
     def parse(
@@ -154,9 +125,14 @@ class TemplateRenderer:
         if self._thinks:
             opened = self.decode(prompt_ids[-8:]).rstrip().endswith("<think>")
             reasoning, text = split_reasoning(text, opened_by_prompt=opened)
-        if not tools or self._call_style == "none":
+        if not tools:
             return assistant_message(text, reasoning, [])
-        if self._call_style == "hermes":
+        if self._traits.call_style == "none":
+            raise TokenizationError(
+                f"the chat template of {self.name} writes tool calls in a form that cannot be read back: set "
+                "tokenizer.renderer to the model's format, or give tokenizer.chat_template"
+            )
+        if self._traits.call_style == "hermes":
             content, calls = split_tool_calls(text, turn=turn)
         else:
             closed = not self.stop_ids.isdisjoint(completion_ids)
@@ -175,16 +151,16 @@ class TemplateRenderer:
         return self._encoder.decode(token_ids)
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool], *, generation_prompt: bool) -> str:
-        if tools and not self._has_tools:
+        if tools and not self._traits.has_tools:
             raise TokenizationError(
                 f"the environment has tools, but the chat template of {self.name} has no place for them: "
                 "use a model with tool calling, or give tokenizer.chat_template"
             )
         most = max((len(message.get("tool_calls") or []) for message in messages), default=0)
-        if self._calls_shown is not None and most > self._calls_shown:
+        if self._traits.calls_shown is not None and most > self._traits.calls_shown:
             raise TokenizationError(
                 f"a message of the conversation has {most} tool calls, but the chat template of {self.name} shows "
-                f"{self._calls_shown or 'none'}: use a model that has them, or give tokenizer.chat_template"
+                f"{self._traits.calls_shown or 'none'}: use a model that has them, or give tokenizer.chat_template"
             )
         return self._apply(messages, tools, generation_prompt=generation_prompt)
 
@@ -203,9 +179,7 @@ class TemplateRenderer:
                 f"its roles are: {roles}. Change the environment's messages or give tokenizer.chat_template"
             ) from None
 
-    def _probe(
-        self, messages: Sequence[Message], tools: Sequence[Tool], *, generation_prompt: bool = True
-    ) -> str | None:
+    def _probe(self, messages: Sequence[Message], tools: Sequence[Tool], generation_prompt: bool) -> str | None:
         try:
             return self._apply(messages, tools, generation_prompt=generation_prompt)
         except TokenizationError:
@@ -226,7 +200,7 @@ class TemplateRenderer:
 
     def _behind_prompt(self, messages: Sequence[Message], tools: Sequence[Tool], closed: str) -> str:
         """The closed text as it continues the prompt: a template may write what came before otherwise once it knows the answer."""
-        before = self._prompt_text(messages[:-1], tools).removesuffix(self._opening)
+        before = self._prompt_text(messages[:-1], tools).removesuffix(self._traits.opening)
         if closed.startswith(before):
             return closed
         segments = self._segments(messages, tools)
@@ -240,7 +214,7 @@ class TemplateRenderer:
     def _span(self, message: Message, segments: Segments, at: int) -> tuple[int, int]:
         """Where the answer begins and ends in the text: without what opens the turn, up to and with a stop token."""
         begin, end = segments.ends[at - 1], segments.ends[at]
-        begin += _common_length(self._opening, segments.of(at))
+        begin += common_length(self._traits.opening, segments.of(at))
         if not _reasoning(message) and "</think>" not in str(message.get("content")):
             empty = _EMPTY_THINKING.match(segments.text, begin, end)
             begin = empty.end() if empty else begin
@@ -248,56 +222,15 @@ class TemplateRenderer:
         found = [place + len(stop) for stop in stops if (place := segments.text.rfind(stop, begin, end)) >= 0]
         if found:
             return begin, max(found)
-        closing = self._tokenizer.convert_ids_to_tokens(self._closing_in_history) if self._closing_in_history else ""
+        in_history = self._traits.closing_in_history
+        closing = "" if in_history is None else self._tokenizer.convert_ids_to_tokens(in_history)
         place = segments.text.rfind(closing, begin, end) if closing else -1
         return begin, place if place >= 0 else end
-
-    def _find_closing_of_calls(self) -> int | None:
-        """The special token the template puts behind a tool call."""
-        text = self._probe([_USER, _PROBE_CALL], [_PROBE_TOOL], generation_prompt=False) or ""
-        tail = self._encoder.encode_whole(text[text.rindex("probe_argument") :]) if "probe_argument" in text else []
-        added = self._tokenizer.added_tokens_decoder
-        specials = {*self._tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
-        return next((token for token in reversed(tail) if token in specials), None)
-
-    def _count_calls_shown(self) -> int | None:
-        """How many tool calls of one message the template shows; None where it shows all, or refuses itself what it cannot show."""
-        one, two = (
-            self._probe([_USER, {**_PROBE_CALL, "tool_calls": calls}], [_PROBE_TOOL], generation_prompt=False)
-            for calls in ([_SECOND_CALL], [*_PROBE_CALL["tool_calls"], _SECOND_CALL])
-        )
-        if one is not None and "second_probe" not in one:
-            return 0
-        return 1 if two is not None and "second_probe" not in two else None
-
-    def _find_closing_token(self, behind: Sequence[Message] = ()) -> int | None:
-        """The special token the template puts behind an assistant message (with `behind` after it); None when it puts none."""
-        answer: Message = {"role": "assistant", "content": _MARK}
-        text = self._probe([_USER, answer, *behind], [], generation_prompt=False)
-        if text is None or _MARK not in text:
-            raise ConfigurationError(
-                f"the chat template of {self.name} cannot render a user message and an answer: give tokenizer.chat_template"
-            )
-        tail = self._encoder.encode_whole(text[text.rindex(_MARK) + len(_MARK) :])
-        specials = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
-        return next((token for token in tail if token in specials), None)
-
-    def _find_call_style(self) -> str:
-        """How the template writes tool calls, which is how the model was taught to: "hermes", "json" or "none"."""
-        result: Message = {"role": "tool", "tool_call_id": "call00000", "name": "probe_tool", "content": "1"}
-        text = self._probe([_USER, _PROBE_CALL, result], [_PROBE_TOOL]) or ""
-        call = re.search(
-            r"(<tool_call>)?\s*{\s*\"name\":\s*\"probe_tool\",\s*\"(arguments|parameters)\":\s*{\s*\"probe_argument\"",
-            text,
-        )
-        if not self._has_tools or call is None:
-            return "none"
-        return "hermes" if call[1] else "json"
 
     def _text_after_turn(
         self, previous_messages: Sequence[Message], new_messages: Sequence[Message], tools: Sequence[Tool]
     ) -> str | None:
-        mark = _MARK
+        mark = MARK
         written = json.dumps([*previous_messages, *new_messages], ensure_ascii=False)
         while mark in written:
             mark += "X"
@@ -315,7 +248,7 @@ class TemplateRenderer:
     def _with_reasoning(self, reasoning: str, messages: Sequence[Message], tools: Sequence[Tool], closed: str) -> str:
         """The closed text; where the template drops the last turn's reasoning, with it put back where it was written."""
         prompt = self._prompt_text(messages[:-1], tools)
-        answer = closed[_common_length(prompt, closed) :]
+        answer = closed[common_length(prompt, closed) :]
         if reasoning in answer:
             return closed
         block = think_block(reasoning)
@@ -353,12 +286,6 @@ def _answers(messages: Sequence[Message]) -> list[int]:
 
 def _reasoning(message: Message) -> str:
     return str(message.get("reasoning_content") or "").strip()
-
-
-def _common_length(a: str, b: str) -> int:
-    if b.startswith(a):
-        return len(a)
-    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _template_text(tokenizer: Any) -> str:
