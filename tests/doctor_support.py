@@ -17,7 +17,7 @@ def settings(engine_url: str, sections: dict[str, dict[str, Any]]) -> Settings:
     return Settings(**run_config(engine_url, name="run-1", **sections).model_dump())
 
 
-async def findings(engine_url: str, *, within_s: float = 30.0, **sections: Any) -> dict[str, Finding]:
+async def findings(engine_url: str, *, within_s: float = 90.0, **sections: Any) -> dict[str, Finding]:
     """What the worker's part of the command finds, by check."""
     started = launcher()
     started.start()
