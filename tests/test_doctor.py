@@ -94,9 +94,6 @@ def _broken(kind: str, server: ScriptedEngine) -> tuple[dict[str, Any], str, str
             return {"environment": {"id": "not-there"}}, "environment.loads", "not-there", ""
         case "no rows":
             return {"environment": {"args": {"rows": 0}}}, "environment", "", ""
-        case "load breaks":
-            args = {"args": {"nonsense": 1}}
-            return {"environment": args}, "environment.loads", "nonsense", ""
         case "reward raises":
             args = {"args": {"fault": "raise"}}
             return (
@@ -108,6 +105,9 @@ def _broken(kind: str, server: ScriptedEngine) -> tuple[dict[str, Any], str, str
         case "step raises":
             args = {"args": {"fault": "raise", "where": "step"}}
             return {"environment": args}, "environment.plays", "row 0 is cursed", "Mend the environment"
+        case "reward hangs":
+            hanging = {"id": "tests.fault_env", "args": {"faults": {"0": "spin"}}}
+            return {"environment": hanging}, "environment.scores", "blocked", "Mend the environment's reward functions"
         case "reward crashes":
             args = {"args": {"fault": "abort"}}
             return {"environment": args}, "environment.scores", "SIGABRT", ""
@@ -125,9 +125,9 @@ STILL_SEEN = {
     "no key": ["environment.rows", "tokenizer.loads"],
     "no environment": ["engine.tokens", "engine.bridge"],
     "no rows": ["engine.ready"],
-    "load breaks": ["engine.ready"],
     "reward raises": ["environment.samples", "environment.tools"],
     "step raises": ["engine.ready"],
+    "reward hangs": ["environment.plays"],
     "reward crashes": ["environment.plays"],
 }
 """Checks that pass all the same."""
