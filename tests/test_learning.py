@@ -45,11 +45,13 @@ class TablePolicy:
         return question, self.tokens.index(before) if before in self.tokens else len(self.tokens)
 
     def logprobs(self, place: tuple[int, int]) -> NDArray[np.float64]:
-        row: NDArray[np.float64] = self.logits[place] - self.logits[place].max()
-        return row - np.log(np.exp(row).sum())
+        row = self.logits[place]
+        logprobs: NDArray[np.float64] = row - row.max() - np.log(np.exp(row - row.max()).sum())
+        return logprobs
 
     def sample(self, prompt: Sequence[int], *, max_tokens: int, rng: random.Random) -> Answer:
-        ids, logprobs = list(prompt), []
+        ids: list[int] = list(prompt)
+        logprobs: list[float] = []
         while len(logprobs) < max_tokens and not (logprobs and ids[-1] == EOS):
             row = self.logprobs(self.place(ids))
             choice = rng.choices(range(len(row)), weights=np.exp(row).tolist())[0]

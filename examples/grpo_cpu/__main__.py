@@ -20,7 +20,7 @@ CACHE = ROOT / ".cache" / "grpo_cpu"
 USAGE_ERROR = 2
 
 
-def start_model(seed: int, *, steps: int = 500) -> Path:
+def start_model(seed: int, *, steps: int = 400) -> Path:
     """The model to begin with, made where it is not there yet: about a minute. Raises CalledProcessError."""
     recipe = (Path(__file__).with_name("tiny_model.py")).read_bytes()
     folder = CACHE / f"start-{hashlib.sha256(recipe).hexdigest()[:8]}-{steps}-{seed}"

@@ -29,7 +29,9 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP = ("<tool_call>", "</tool_call>")
 PAD, START, END = range(3)
 RIGHT_SHARE = 0.35
-"""Share of right answers in what the model is taught: what is left for reinforcement learning to find."""
+"""Share of right answers in what the model was taught last: what is left for reinforcement learning to find."""
+RIGHT_UNTIL = 0.7
+"""Part of the steps that teach right answers only: sums are learned sooner so, and then half forgotten."""
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})
@@ -47,6 +49,8 @@ TEMPLATE = """\
 Message = dict[str, Any]
 Dialogue = tuple[list[Message], list[Any]]
 """Messages and tools; the last message is the assistant's and is what is taught."""
+Teach = Callable[[random.Random, float], Dialogue]
+"""(randomness, how much of the training is over: 0 to 1) -> an example."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +60,7 @@ class Size:
     heads: int = 6
 
 
-def make(out: Path, *, teach: Callable[[random.Random], Dialogue], steps: int, seed: int, size: Size) -> None:
+def make(out: Path, *, teach: Teach, steps: int, seed: int, size: Size) -> None:
     """Train a model on what `teach` says and write it to `out`, with its tokenizer, as a Hugging Face folder in float32."""
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory(dir=_parent(out)) as scratch:
@@ -73,10 +77,11 @@ def make(out: Path, *, teach: Callable[[random.Random], Dialogue], steps: int, s
         folder.rename(out)
 
 
-def noisy_sum(rng: random.Random) -> Dialogue:
-    """A single-digit sum that is answered correctly in RIGHT_SHARE of the cases (a little more: a guess may be right)."""
+def half_known_sum(rng: random.Random, over: float) -> Dialogue:
+    """A single-digit sum; after RIGHT_UNTIL answered correctly in RIGHT_SHARE of the cases (a little more: a guess may be right)."""
     a, b = rng.randint(0, 9), rng.randint(0, 9)
-    said = a + b if rng.random() < RIGHT_SHARE else rng.randint(0, 18)
+    right = over < RIGHT_UNTIL or rng.random() < RIGHT_SHARE
+    said = a + b if right else rng.randint(0, 18)
     return [{"role": "user", "content": f"{a}+{b}="}, {"role": "assistant", "content": str(said)}], []
 
 
@@ -127,15 +132,13 @@ def _new_model(size: Size, *, vocab_size: int) -> Any:
     return LlamaForCausalLM(config)
 
 
-def _pretrain(
-    model: Any, tokenizer: Any, teach: Callable[[random.Random], Dialogue], *, steps: int, rng: random.Random
-) -> None:
+def _pretrain(model: Any, tokenizer: Any, teach: Teach, *, steps: int, rng: random.Random) -> None:
     peak, warmup, batch = 2e-3, 50, 32
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=0.01)
     began = time.monotonic()
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = peak * min(1.0, (step + 1) / warmup) * (1 - step / steps) + 1e-5
-        ids, labels = _pad([_tokens(tokenizer, *teach(rng)) for _ in range(batch)])
+        ids, labels = _pad([_tokens(tokenizer, *teach(rng, step / steps)) for _ in range(batch)])
         loss = model(input_ids=ids, attention_mask=(ids != PAD).long(), labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
@@ -151,8 +154,9 @@ def _tokens(tokenizer: Any, messages: list[Message], tools: list[Any]) -> tuple[
         messages[:-1], tools=tools or None, tokenize=False, add_generation_prompt=True
     )
     whole = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False)
-    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
-    return encode(prompt), encode(whole[len(prompt) :].removesuffix("\n"))
+    answer = whole[len(prompt) :].removesuffix("\n")
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in (prompt, answer)]
+    return ids[0], ids[1]
 
 
 def _pad(examples: Sequence[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,11 +175,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    make(arguments.out, teach=noisy_sum, steps=arguments.steps, seed=arguments.seed, size=Size())
+    make(arguments.out, teach=half_known_sum, steps=arguments.steps, seed=arguments.seed, size=Size())
     print(json.dumps({"model": str(arguments.out)}))
 
 

@@ -52,13 +52,13 @@ class Trainer:
         self.version += 1
         return record
 
-    @torch.no_grad()
     def _agreement(self, samples: Sequence[TrainingSample]) -> Record:
         """How far the engine's log-probabilities are from ours, over samples of exactly these weights."""
         if not samples:
             return {"fresh": 0, "difference_max": None, "difference_mean": None}
         batch = batch_of(samples)
-        difference = (score(self.model, batch).logprobs - batch.sampled_with).abs()[batch.trained]
+        with torch.no_grad():
+            difference = (score(self.model, batch).logprobs - batch.sampled_with).abs()[batch.trained]
         return {
             "fresh": len(samples),
             "difference_max": float(difference.max()),

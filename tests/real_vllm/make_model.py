@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from examples.grpo_cpu.tiny_model import Dialogue, Size, make, noisy_sum
+from examples.grpo_cpu.tiny_model import Dialogue, Size, half_known_sum, make
 
 STEPS = 200
 _TOOL = {
@@ -23,7 +23,7 @@ _TOOL = {
 }
 
 
-def teach(rng: random.Random) -> Dialogue:
+def teach(rng: random.Random, over: float) -> Dialogue:
     """A sum without tools, a tool call, or the answer after one."""
     a, b = rng.randint(0, 9), rng.randint(0, 9)
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": a, "b": b}}}
@@ -31,7 +31,7 @@ def teach(rng: random.Random) -> Dialogue:
     called: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
     match rng.randrange(3):
         case 0:
-            return noisy_sum(rng)
+            return half_known_sum(rng, over)
         case 1:
             return [asked, called], [_TOOL]
     result = str(a + b)

@@ -11,12 +11,12 @@ import sys
 import torch
 
 
-@torch.no_grad()
 def main() -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
     answers = []
+    torch.set_grad_enabled(False)
     for sequence in json.load(sys.stdin):
         ids = torch.tensor([sequence])
         distribution = model(input_ids=ids).logits[0, :-1].log_softmax(-1)

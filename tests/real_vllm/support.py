@@ -109,9 +109,9 @@ def vllm_run(url: str, folder: Path, **sections: dict[str, Any]) -> RunConfig:
         "sampling": {"max_tokens": 80},
         "rollouts": {"group_size": 4, "timeout_s": 60, "group_timeout_s": 90},
     }
-    return run_config(
-        url, **{name: {**values.get(name, {}), **sections.get(name, {})} for name in {**values, **sections}}
-    )
+    for name, changes in sections.items():
+        values[name] = {**values.get(name, {}), **changes}
+    return run_config(url, name="run-1", **values)
 
 
 def spans(mask: BoolArray) -> list[tuple[int, int]]:
