@@ -284,6 +284,24 @@ def test_a_run_with_everything_wrong_is_told_all_of_it(capsys: Capture) -> None:
     assert "4 failed" in shown.splitlines()[-1]
 
 
+@pytest.mark.slow
+def test_an_evaluation_is_looked_at_as_it_would_be_played(capsys: Capture) -> None:
+    """Its own split and temperature, no tokenizer; an engine that refuses temperature 0 is found before."""
+    text = "Unsupported value: 'temperature' does not support 0.0 with this model. Only the default (1) value is supported."
+
+    def script(ask: Ask) -> Reply:
+        return status(400, text) if "temperature" in ask.body else says("word 1")
+
+    with ScriptedEngine(script=script) as server:
+        engine = ["--engine.kind", "openai", "--engine.base-urls", server.url, "--within", "100"]
+        code, document = _run(capsys, "--evaluation", *engine, "--environment.id", "guess-number")
+    checks = {check["check"]: check for check in document["checks"]}
+    assert code == 0, checks
+    assert "tokenizer.loads" not in checks
+    assert "eval split" in checks["environment.rows"]["fact"]
+    assert "temperature 0.0 is refused" in checks["engine.chat"]["fact"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -55,7 +55,8 @@ def status(settings: Settings, switches: argparse.Namespace, origins: Origins) -
 def doctor(settings: Settings, switches: argparse.Namespace, origins: Origins) -> int:
     from distaff.cli import doctor as module
 
-    return module.examine(_quieter(settings, origins), within_s=switches.within, as_json=switches.json)
+    looked_at = settings.for_evaluation() if switches.evaluation else settings
+    return module.examine(_quieter(looked_at, origins), within_s=switches.within, as_json=switches.json)
 
 
 def demo(settings: Settings, switches: argparse.Namespace, origins: Origins) -> int:

@@ -102,9 +102,9 @@ COMMANDS: Mapping[str, Command] = {
     "doctor": Command(
         help="check Redis, engine, tokenizer and environment before a run, and say how to mend what is wrong",
         call="distaff.cli.commands:doctor",
-        shown=(*_RUN, *_REDIS, "log"),
+        shown=(*_RUN, *_REDIS, "evaluate", "log"),
         shortcuts={**_NAMES, **_PLAY},
-        switches={"--json": "one JSON object"},
+        switches={"--json": "one JSON object", "--evaluation": "look at what `distaff evaluate` would play"},
         embeds_redis=True,
         declare="distaff.cli.doctor:declare",
     ),
