@@ -15,7 +15,7 @@ from tests.engines_support import section
 from tests.farm_support import tokenizer_dir
 from tests.real_vllm.support import Server
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 PROMPT = [1, 50, 51, 52]
 LONG = 400
 
