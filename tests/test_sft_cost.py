@@ -190,6 +190,21 @@ def test_a_template_that_looks_ahead_is_found_out() -> None:
         assert found.text[: found.ends[0]] == found.text.partition("<|im_start|>assistant")[0]
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{% if m.content == 'b' %}{% continue %}{% endif %}{{ m.content }};",
+        "{{ m.content }};{% set m = messages[0] %}",
+        "{% if m.content == 'c' %}{% break %}{% endif %}{{ m.content }};",
+    ],
+)
+def test_rounds_that_are_not_the_messages_give_no_segments(body: str) -> None:
+    """A message that is passed over would shift the ends of those before it."""
+    made = open_segmented(f"{{% for m in messages %}}{body}{{% endfor %}}")
+    assert made is not None
+    assert made.render([user("a"), assistant("b"), user("c"), assistant("d")], {}) is None
+
+
 def test_a_template_of_another_shape_has_no_segments() -> None:
     """Without a loop on the top level, or one that cannot be compiled: nothing is guessed."""
     assert open_segmented("{% macro all() %}{% for m in messages %}x{% endfor %}{% endmacro %}{{ all() }}") is None

@@ -4,8 +4,8 @@ Invariant: the text is what the template writes, to the letter. `proven[i]` is s
 number of messages, or of the generation prompt's flag, so that a conversation cut behind message i renders to `text[:ends[i]]` and one of
 the two closings, whatever was cut off. Never guesses: a template of another shape gives None.
 
-How: marks are put into the template's syntax tree, before and at the end of each round of its loop over the messages, and the messages are handed
-over in a sequence that notes how far it was read.
+How: marks are put into the template's syntax tree, before and at the end of each round of its loop over the messages, where they are given the message of the
+round; and the messages are handed over in a sequence that notes how far it was read.
 """
 
 from __future__ import annotations
@@ -49,10 +49,13 @@ class SegmentedTemplate:
     def render(self, messages: Sequence[Any], arguments: Mapping[str, Any]) -> Segments | None:
         """The conversation without a generation prompt. None when marks and messages do not fit each other."""
         watched = _Watched(list(messages))
+        places = {id(message): place for place, message in enumerate(messages)}
         reads: list[int] = []
+        ended: list[int] = []
 
-        def mark() -> str:
+        def mark(message: Any = None) -> str:
             reads.append(watched.reached)
+            ended.append(-1 if message is None else places.get(id(message), -1))
             return _MARK
 
         try:
@@ -61,7 +64,9 @@ class SegmentedTemplate:
             return None
         parts = text.split(_MARK)
         before_loop = len(messages) - (len(reads) - 1)
-        if len(parts) != len(reads) + 1 or not reads or not 0 <= before_loop <= _DEEPEST_PROLOGUE:
+        if len(parts) != len(reads) + 1 or not 0 <= before_loop <= _DEEPEST_PROLOGUE:
+            return None
+        if ended != [-1, *range(before_loop, len(messages))]:  # a message was passed over, or another took its name
             return None
         ends, proven = [-1] * len(messages), [False] * len(messages)
         at = 0
@@ -84,9 +89,9 @@ def open_segmented(source: str) -> SegmentedTemplate | None:
             return None
         constant = _closings_are_constant(tree, place)
         loop = tree.body[place]
-        if not isinstance(loop, nodes.For):
+        if not isinstance(loop, nodes.For) or not isinstance(loop.target, nodes.Name):
             return None
-        loop.body.append(_mark_node())
+        loop.body.append(_mark_node(nodes.Name(loop.target.name, "load")))
         tree.body.insert(place, _mark_node())
         tree.set_environment(environment)
         code = environment.compile(tree)
@@ -130,8 +135,8 @@ class _Watched(Sequence[Any]):
         return self._messages[index]
 
 
-def _mark_node() -> nodes.Output:
-    return nodes.Output([nodes.Call(nodes.Name(_CALL, "load"), [], [], None, None)], lineno=1)
+def _mark_node(*arguments: nodes.Expr) -> nodes.Output:
+    return nodes.Output([nodes.Call(nodes.Name(_CALL, "load"), list(arguments), [], None, None)], lineno=1)
 
 
 def _loop_over_messages(tree: nodes.Template) -> int | None:
