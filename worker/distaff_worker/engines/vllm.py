@@ -18,7 +18,7 @@ from distaff_worker.engines.discovery import PROBE_TEXT
 from distaff_worker.engines.gentle import LongList
 from distaff_worker.engines.protocol import Generation
 from distaff_worker.engines.token_engine import Facts, HttpTokenEngine, ask_for
-from distaff_worker.engines.wires import Ask, JsonWire, Reading
+from distaff_worker.engines.wires import Ask, JsonWire, Reading, Wire
 
 OLDEST = (0, 10, 2)
 """The first whose OpenAI routes return token ids."""
@@ -101,7 +101,7 @@ class CompletionsWire(JsonWire):
 
 class VllmEngine(HttpTokenEngine):
     kind = "vllm"
-    wires = (GenerateWire(), CompletionsWire())
+    wires: ClassVar[tuple[Wire, ...]] = (GenerateWire(), CompletionsWire())
     neutral: ClassVar[Mapping[str, JSON]] = {
         "temperature": 1.0,
         "top_p": 1.0,
