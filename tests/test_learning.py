@@ -137,7 +137,7 @@ async def test_a_policy_learns_from_the_stream_and_its_log_probabilities_are_the
         service, _ = make_worker(redis_url)
         working = asyncio.create_task(service.run())
         producing = asyncio.create_task(produce(redis_url, config))
-        await asyncio.wait_for(asyncio.to_thread(trainer.run, redis_url, config.run.name), 60)
+        await asyncio.wait_for(asyncio.to_thread(trainer.run, redis_url, config.run.name), 100)
         service._stop("test")
         await asyncio.wait_for(asyncio.gather(working, producing), 30)
     check_settled(client, "run-1", emitted=trainer.settled)

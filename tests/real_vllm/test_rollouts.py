@@ -100,16 +100,15 @@ def _worst_difference(server: Server, groups: list[ScoredGroup]) -> dict[str, fl
 async def test_a_policy_published_while_a_group_is_played_is_in_its_span(
     redis_url: str, client: redis.Redis, vllm: Server
 ) -> None:
-    """Weights exchanged and published in flight: the group says from which version to which."""
+    """Weights exchanged and published between two turns of a group: the group says from which version to which."""
     config = vllm_run(
         vllm.url,
         vllm.folder,
-        environment={"id": "examples.grpo_cpu.sums"},
-        sampling={"max_tokens": 400, "extra": {"ignore_eos": True}},
-        producer={"limit": 1},
+        environment={"id": "tests.real_vllm.talk_env", "args": {"rows": 1, "turns": 16, "between_s": 0.5}},
     )
+    before = vllm.metric("vllm:generation_tokens_total")
     async with working_on(redis_url, config):
-        await _until_running(vllm)
+        await _until_sampling(vllm, before)
         await asyncio.to_thread(_publish, vllm, client)
         await until(lambda: settled(client, "run-1"), seconds=60)
     (group,) = groups_of(client, "run-1")
@@ -121,9 +120,10 @@ def _publish(server: Server, client: redis.Redis) -> None:
         publish_policy_version(client, "run-1", 3)
 
 
-async def _until_running(server: Server) -> None:
+async def _until_sampling(server: Server, before: float) -> None:
+    """Return when more tokens were sampled than the worker's check asks for."""
     end = asyncio.get_running_loop().time() + 120
-    while not await asyncio.to_thread(server.running):
+    while await asyncio.to_thread(server.metric, "vllm:generation_tokens_total") < before + 4:
         assert asyncio.get_running_loop().time() < end, "nothing reached the engine"
 
 
