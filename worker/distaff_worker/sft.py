@@ -48,6 +48,8 @@ def _all_turns(chain: list[int], steps: Sequence[ChatStep], renderer: Renderer) 
     """Every turn as the rendering of the whole conversation shows it; each extends the one before."""
     last = steps[chain[-1]]
     ids, spans = renderer.turns([*last.prompt, _answer(last.completion)], last.tools)
+    if not steps[chain[0]].prompt:
+        raise TokenizationError("a turn answers nothing: the environment sent an empty conversation")
     found = {}
     for place in chain:
         begin, end = spans[len(steps[place].prompt)]

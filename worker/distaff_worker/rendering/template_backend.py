@@ -204,7 +204,7 @@ class TemplateRenderer:
         if closed.startswith(before):
             return closed
         segments = self._segments(messages, tools)
-        if segments is None or segments.ends[-2] < 0:
+        if segments is None or len(messages) == 1 or segments.ends[-2] < 0:
             raise TokenizationError(
                 f"the chat template of {self.name} writes the conversation otherwise when it ends in an answer: "
                 "give tokenizer.chat_template"
