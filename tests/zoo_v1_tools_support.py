@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
@@ -39,6 +41,7 @@ class Sums(vf.Taskset[SumsTask, SumsConfig]):  # type: ignore[misc]
 
     @classmethod
     def toolsets(cls, config: SumsConfig) -> list[Any]:
+        os.environ.setdefault("PYTHONPATH", str(Path(__file__).parent.parent))  # the server is a process of its own
         return [Calc(config.calc)]
 
 
