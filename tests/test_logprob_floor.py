@@ -47,7 +47,7 @@ KINDS_AND_ROUTES = [*[(kind, "") for kind in TOKEN_KINDS], ("vllm", "completions
 @pytest.mark.parametrize(("kind", "route"), KINDS_AND_ROUTES)
 @pytest.mark.parametrize("spelling", [None, -9999.0, LOWEST, -1e30], ids=["null", "vLLM", "lowest float32", "bf16"])
 async def test_a_logprob_that_is_no_number_is_floored_counted_and_logged(kind: str, route: str, spelling: Any) -> None:
-    """In each of the spellings that engines have for it; the others keep their place and value."""
+    """P12: in each of the spellings that engines have for it; the others keep their place and value."""
     got, logs = await generate(kind, -0.5, spelling, -1.25, spelling, route=route)
     assert got.logprobs == [-0.5, LOGPROB_FLOOR, -1.25, LOGPROB_FLOOR]
     assert got.floored == 2
