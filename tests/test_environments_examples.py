@@ -113,7 +113,8 @@ async def test_reasoning_gym_scores_with_the_generators_own_verifier() -> None:
 @needs_reasoning_gym
 async def test_reasoning_gym_pays_an_answer_of_tuples_and_survives_nonsense() -> None:
     """arc_agi's scorer compares with tuples, which JSON has not; prime_factorization's fails at an answer that is no number."""
-    for gym, answers in {"arc_agi": [None], "prime_factorization": [None, "no idea", ""]}.items():
+    said: dict[str, list[str | None]] = {"arc_agi": [None], "prime_factorization": [None, "no idea", ""]}
+    for gym, answers in said.items():
         env = load_env("reasoning-gym", gym=gym, train_size=1)
         row = env.row("train", 0)
         scripts = [f"<answer>{row['answer'] if text is None else text}</answer>" for text in answers]
