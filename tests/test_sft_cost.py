@@ -197,6 +197,7 @@ def test_a_template_that_looks_ahead_is_found_out() -> None:
         "{{ m.content }};{% set m = messages[0] %}",
         "{% if m.content == 'c' %}{% break %}{% endif %}{{ m.content }};",
     ],
+    ids=["passed-over", "renamed", "broken-off"],
 )
 def test_rounds_that_are_not_the_messages_give_no_segments(body: str) -> None:
     """A message that is passed over would shift the ends of those before it."""
