@@ -126,7 +126,5 @@ def _pool_of(client: redis.Redis, name: str) -> str:
 def prepare_process() -> None:
     """What a worker process does once, before its loop runs: takes care that nothing stalls the loop later."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # transformers advises installing torch, which a worker has no use for.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     adopt_loggers()
     collector.settle()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -47,8 +46,6 @@ def examine(settings: Settings, *, within_s: float, as_json: bool) -> int:
     if not SHORTEST_S <= within_s <= LONGEST_S:
         raise ConfigurationError(f"--within {within_s:g}: give {SHORTEST_S:g} to {LONGEST_S:g} seconds")
     end = time.monotonic() + within_s
-    # transformers advises installing torch, which a worker has no use for.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     worker = role("distaff_worker.doctor", command="doctor", extra="worker")
     with Screen(settings.log, quiet=as_json) as screen:
 
