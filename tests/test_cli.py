@@ -74,6 +74,13 @@ def test_what_is_wrong_from_the_start_is_exit_code_2(argv: list[str], said: str,
     assert len(text.splitlines()) <= 20
 
 
+def test_libraries_say_nothing_of_their_own() -> None:
+    """A worker's process prints the one message and nothing else (transformers would advise installing torch)."""
+    command = [sys.executable, "-m", "distaff", "work", "--redis-url", NOBODY]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, len((ended.stdout + ended.stderr).splitlines())) == (2, 1), ended.stderr
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
