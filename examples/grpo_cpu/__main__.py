@@ -33,8 +33,8 @@ def start_model(seed: int, *, steps: int = 400) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.grpo_cpu", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--learning-rate", type=float, default=4e-4)
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--ahead", type=int, default=12, help="groups played ahead of the trainer (0: none)")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "grpo_cpu")
     parser.add_argument("--redis-url", default="")

@@ -43,7 +43,7 @@ class Plan:
     group_size: int = 8
     ahead: int = 12
     """Groups that may be played while the trainer holds those of a step: they are sampled with older weights."""
-    learning_rate: float = 4e-4
+    learning_rate: float = 5e-4
     seed: int = 0
     redis_url: str = ""
     """A server to use; one of its own is started when empty."""

@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True, help="folder to write new weights to")
     parser.add_argument("--log", type=Path, required=True, help="JSON lines, one for each step")
     parser.add_argument("--groups", type=int, default=24, help="groups of one step")
-    parser.add_argument("--learning-rate", type=float, default=4e-4)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     train(parser.parse_args())

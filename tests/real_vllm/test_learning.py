@@ -14,8 +14,8 @@ from tests.real_vllm.support import TOLERANCE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 STEPS = 24
-RISE = 0.08
-"""Of the mean reward from the first quarter of the steps to the last; a tenth or more is usual, a broken trainer falls or stays."""
+RISE = 0.1
+"""Of the mean reward from the first quarter of the steps to the last; it was 0.25 and 0.4 with two seeds."""
 
 
 def test_the_mean_reward_rises_and_trainer_and_engine_agree(tmp_path: Path) -> None:
