@@ -30,7 +30,7 @@ def replace(document: str, text: str) -> str:
 
 
 def _versions() -> list[str]:
-    found = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    found = {d.metadata["Name"].lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
     played = [f"{name} {found[name]}" for name in PACKAGES if name in found]
     return [f"One item of each, with {', '.join(played)}:", ""]
 
