@@ -34,7 +34,7 @@ test-environments: $(VENV)/.dev ## one item of every environment nobody here wro
 	@$(BIN)/python -c 'import reasoning_gym, textarena, nltk' 2>/dev/null || $(PIP) install --quiet -c constraints.txt -e '.[reasoning-gym]' textarena==0.7.4 nltk
 	@$(BIN)/python -m tests.matrix --write docs/environments.md
 
-test-vllm: $(VENV)/.dev vllm-venv ## the tests against the real vLLM on this CPU
+test-vllm: $(VENV)/.dev vllm-venv ## the tests against the real vLLM on this CPU, some minutes; brings 2.5 GB once
 	@$(BIN)/python -m pytest -m vllm tests/real_vllm
 
 learn: $(VENV)/.dev vllm-venv ## a tiny model learns sums in front of you: real vLLM, this farm, a torch trainer; examples/grpo_cpu
