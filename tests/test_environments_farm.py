@@ -14,6 +14,8 @@ from distaff.environments.releases import has_classic
 from tests.environment_farm_support import Call, Case, Mode, Played, Policy, Prompt, check, play_all
 from tests.scripted_engine import Answer, ScriptedEngine
 
+pytestmark = pytest.mark.slow
+
 CLASSIC = "tests.zoo_classic_support"
 needs_classic = pytest.mark.skipif(not has_classic(), reason="the installed verifiers has the v1 API only")
 both_modes = pytest.mark.parametrize("mode", ["rl", "sft"])
@@ -104,7 +106,7 @@ def classic_zoo(judge_url: str) -> list[Case]:
 
 
 @needs_classic
-@both_modes
+@pytest.mark.parametrize("mode", ["rl", pytest.param("sft", marks=pytest.mark.exhaustive)])
 async def test_every_kind_of_classic_environment_is_played_scored_and_tokenized(redis_url: str, mode: Mode) -> None:
     """One and several turns, tools with and without a state, nested groups, group rewards, a judge, extra columns, eval only."""
     async with ScriptedEngine(script=lambda ask: Answer(text=str(ask.number % 3))) as judge:
