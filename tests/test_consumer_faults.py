@@ -280,9 +280,10 @@ def test_a_wrong_password_is_not_waited_for(client: redis.Redis, redis_url: str)
 
 def test_acknowledged_groups_are_freed_while_redis_is_full(client: redis.Redis) -> None:
     """P8: reading and acknowledging work under maxmemory, which is what makes room again."""
-    append_groups(client, (make_group(seq=seq, tokens=512) for seq in range(8)))
+    append_groups(client, (make_group(seq=seq, tokens=512) for seq in range(40)))
     next(GroupConsumer("run", client, consumer="dead", batch=1))
     memory: Any = client.info("memory")
+    assert client.memory_usage(KEYS.groups) > 400_000, "what is freed is to be much more than what is wanting"
     client.config_set("maxmemory", int(memory["used_memory"]) - 100_000)
     try:
         with pytest.raises(redis.exceptions.ResponseError, match="maxmemory"):
@@ -292,6 +293,6 @@ def test_acknowledged_groups_are_freed_while_redis_is_full(client: redis.Redis) 
                 consumer.ack(delivery)
         assert consumer.parked == 1, "the group that could not be parked while Redis was full"
         assert client.xlen(KEYS.groups) == 0
-        client.xadd(KEYS.groups, encode_group(make_group(seq=8)))
+        client.xadd(KEYS.groups, encode_group(make_group(seq=40)))
     finally:
         client.config_set("maxmemory", 0)
