@@ -12,7 +12,7 @@ import pytest
 from distaff.config import EnvironmentSection
 from distaff.environments.protocol import Episode, ModelFactory, Play, Score
 from distaff_worker.hosting import frames
-from distaff_worker.hosting.board import Board
+from distaff_worker.hosting.board import PLAY, SCORE, Board
 from distaff_worker.hosting.frames import Frame
 from distaff_worker.hosting.host import Host
 from distaff_worker.hosting.process import HostOptions, HostProcess
@@ -103,6 +103,22 @@ async def test_a_host_that_has_ended_holds_no_descriptor(end: str) -> None:
         await asyncio.sleep(0)
     await until(lambda: not set(descriptors()) - set(before), what=f"left: {set(descriptors().values())}")
     assert all(host._board.running(0) == 0 for host in kept if host.pid)
+
+
+async def test_two_who_find_a_host_blocked_end_it_once() -> None:
+    """P15: the watchdog and a deadline of scoring may come to it together, and one of them when it is gone: nobody fails."""
+    started = launcher()
+    started.start()
+    ended = list[HostProcess]()
+    host = HostProcess(started, HostOptions(), on_end=ended.append)
+    await host.start(EnvironmentSection(id="tests.marker_env").model_dump(mode="json"))
+    await asyncio.gather(host._blocked(SCORE, 7, "first"), host._blocked(PLAY, 7, "second"))
+    await until(lambda: ended == [host])
+    assert host.loss is not None
+    assert (host.loss.reason, host.loss.blamed) == ("blocked", frozenset({7}))
+    await host._blocked(SCORE, 8, "late")
+    await host._stacks.refresh(host.pid)
+    assert host.loss.blamed == frozenset({7})
 
 
 async def _ended(

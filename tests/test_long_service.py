@@ -32,6 +32,7 @@ from tests.test_bounds import BUSY_POOL, KEYS, RUN, worker
 from tests.worker_support import ScriptedPlayer, emit_of, until
 
 GROUP = 8
+SLOTS = 8
 WARM_SHARE = 0.3
 """Of the run, after which memory is to stay where it is."""
 
@@ -78,7 +79,7 @@ async def test_memory_and_descriptors_of_a_worker_are_flat(redis_url: str, rollo
             await produce(redis_url, settings)
             seen: list[tuple[int, int, int]] = []
             async with draining(redis_url, "run-1"):
-                with start([*command, "--worker.slots", "8", "--log.level", "error"]) as child:
+                with start([*command, "--worker.slots", str(SLOTS), "--log.level", "error"]) as child:
                     while child.code is None:
                         done = int(client.hget(RunKeys("run-1").state, "emitted") or 0)
                         try:
@@ -96,7 +97,10 @@ async def test_memory_and_descriptors_of_a_worker_are_flat(redis_url: str, rollo
         f"{rollouts} rollouts: {before >> 20} MiB, then {after >> 20} MiB; descriptors {warm[0][1]}, then {warm[-1][1]}"
     )
     assert after < before + (16 << 20)
-    assert max(files for _, files in warm[half:]) <= max(files for _, files in warm[:half]) + 8
+    # Every rollout in play may have a connection to the engine; how many have one at a time is no growth.
+    connections = SLOTS * GROUP
+    assert max(files for _, files in warm[half:]) <= max(files for _, files in warm[:half]) + 8 + connections
+    assert warm[-1][1] < 40 + connections
 
 
 @pytest.mark.slow

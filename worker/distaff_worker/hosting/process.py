@@ -305,6 +305,8 @@ class HostProcess:
 
     async def _blocked(self, slot: Slot, group: int, message: str) -> None:
         """Kill the process: code of `group` (0: nobody knows whose) keeps a loop of it from turning."""
+        if self.loss is not None:
+            return
         await self._stacks.refresh(self.pid)
         frames_now = self._stacks.frames(self._board.ident(slot))
         log.error("environment.killed", host=self.pid, reason=message, frames=frames_now)

@@ -36,9 +36,12 @@ class StackFile:
         self.file = open(anonymous_file("distaff-stacks"), "r+b")  # noqa: SIM115 - lives as long as the process
         flags = fcntl.fcntl(self.file, fcntl.F_GETFL)
         fcntl.fcntl(self.file, fcntl.F_SETFL, flags | os.O_APPEND)
+        self._last = b""
 
     async def refresh(self, pid: int) -> None:
         """Have the host write the stacks of its threads now; nothing is there when it cannot."""
+        if self.file.closed:
+            return
         self.file.truncate(0)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, STACK_SIGNAL)
@@ -48,15 +51,18 @@ class StackFile:
             await asyncio.sleep(_STEP_S)
 
     def _size(self) -> int:
-        return os.fstat(self.file.fileno()).st_size
+        return len(self._last) if self.file.closed else os.fstat(self.file.fileno()).st_size
 
     def _threads(self) -> list[tuple[bool, int, list[tuple[str, str, str]]]]:
         """(is the one that crashed, Python's ident, frames innermost first) of each thread."""
-        text = os.pread(self.file.fileno(), LIMIT_BYTES, 0).decode(errors="replace")
+        text = self._text().decode(errors="replace")
         return [
             (kind.startswith("Current"), int(ident, 16), _FRAME.findall(lines))
             for kind, ident, lines in _SECTION.findall(text)
         ]
+
+    def _text(self) -> bytes:
+        return self._last if self.file.closed else os.pread(self.file.fileno(), LIMIT_BYTES, 0)
 
     def _frames(self, thread: int) -> list[tuple[str, str, str]]:
         for crashed, ident, frames in self._threads():
@@ -83,6 +89,8 @@ class StackFile:
         return " < ".join(shown)
 
     def close(self) -> None:
+        """Give the file back; what was written last can still be read."""
+        self._last = self._text()
         self.file.close()
 
 
